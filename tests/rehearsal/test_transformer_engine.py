@@ -17,6 +17,7 @@ import pytest
 from tests.rehearsal.pretended_te import VERSION, import_transformer_engine
 from tests.unit.train import pretended_gpu
 from tests.unit.train.pretended_gpu import GPU, REASON, Transfers
+from tridock.errors import RequestError
 
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
@@ -46,6 +47,9 @@ def on_gpu() -> Callable[..., Any]:
 
     layouts.CASES |= {
         "mixture": (MIXTURE, 2, 1),
+        "local": ({"model.transformer_impl": "local"}, 1, 0),
+        "chosen": ({"model.transformer_impl": "transformer_engine"}, 1, 0),
+        "chosen, fp32": ({"model.transformer_impl": "transformer_engine", "precision": "fp32"}, 1, 0),
         "normed heads": ({"model.qk_layernorm": True, "model.normalization": "RMSNorm"}, 1, 0),
     }
     return layouts.on_gpu
@@ -62,7 +66,7 @@ def modules(strategy: Any) -> set[str]:
     return {type(it).__name__ for chunk in strategy.chunks for it in chunk.modules()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "chosen"])
 def test_a_step_reads_the_norm_of_the_gradient_and_nothing_else(on_gpu: Callable[..., Any], name: str) -> None:
     with on_gpu(name) as (strategy, _, batches):
         assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= modules(strategy)
@@ -74,8 +78,8 @@ def test_a_step_reads_the_norm_of_the_gradient_and_nothing_else(on_gpu: Callable
         assert transfers.all() == {"read": 2 if name == "fp16" else 1}
 
 
-@pytest.mark.parametrize(("name", "capability"), [("fp32", (9, 0)), ("fp16", (7, 0))])
-def test_where_it_has_no_fused_attention_it_is_not_used(
+@pytest.mark.parametrize(("name", "capability"), [("fp32", (9, 0)), ("fp16", (7, 0)), ("local", (9, 0))])
+def test_where_it_has_no_fused_attention_or_the_experiment_says_so_it_is_not_used(
     on_gpu: Callable[..., Any], name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would keep every score, which the plan does not count."""
@@ -84,6 +88,11 @@ def test_where_it_has_no_fused_attention_it_is_not_used(
         assert "FusedAttention" in modules(strategy)
         assert not any(it.startswith("TE") for it in modules(strategy))
         strategy.step(batches, 0.1)
+
+
+def test_it_is_refused_where_it_has_no_fused_attention(on_gpu: Callable[..., Any]) -> None:
+    with pytest.raises(RequestError, match="lacks its fused attention"), on_gpu("chosen, fp32"):
+        pass
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "mixture"])

@@ -66,6 +66,14 @@ def test_a_v100_has_no_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, config, "--nodes", "4", *V100, "--set", "precision=bf16") == message
 
 
+def test_transformer_engine_has_no_fused_attention_on_a_v100(capsys: pytest.CaptureFixture[str]) -> None:
+    config, chosen = str(JEAN_ZAY / "7.5b.yaml"), ("--set", "model.transformer_impl=transformer_engine")
+    assert refused(capsys, config, "--nodes", "4", *V100, *chosen) == (
+        f"{config}: model.transformer_impl: TransformerEngine has no fused attention on a v100-16gb: "
+        "its compute capability is below 8.0; got transformer_engine; set it to local, or leave it out\n"
+    )
+
+
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(JEAN_ZAY / "7.5b.yaml")
     arguments = (config, "--nodes", "4", "--gpus-per-node", "4", "--gpu", "8gib")

@@ -10,6 +10,7 @@ from tridock.contracts import run_folder
 from tridock.engines.fields import Fields
 from tridock.errors import Problem
 from tridock.experiment import Experiment
+from tridock.gpus import Gpu
 from tridock.layout import Plan
 from tridock.layout.activations import Sizes, activation_terms, head_bytes
 from tridock.layout.shape import (
@@ -68,6 +69,14 @@ class Engine(ABC):
     @abstractmethod
     def takes_sizes(self, experiment: Experiment) -> bool:
         """Returns whether it supports the tensor, pipeline and context parallel sizes, regardless of other problems."""
+
+    def gpu_problems(self, experiment: Experiment, gpu: Gpu) -> Iterator[Problem]:  # noqa: ARG002  of some engines
+        """Yields requested features that this GPU lacks."""
+        yield from ()
+
+    def packages(self, _experiment: Experiment) -> Mapping[str, str]:
+        """Returns optional Python packages that every node's image must have, each with the field that needs it."""
+        return {}
 
     def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
         """Yields global batches that ``replicas`` cannot process, and other problems of this number of replicas."""

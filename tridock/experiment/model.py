@@ -144,6 +144,12 @@ class Model(Section):
         " recompute_num_layers of a stage).",
     )
     recompute_num_layers: Layers | None = Field(default=None, description="Granularity full: layers per group.")
+    transformer_impl: Literal["local", "transformer_engine"] | None = Field(
+        default=None,
+        description="Engine megatron-core: layers of megatron-core itself (local) or of TransformerEngine"
+        " (transformer_engine: bf16 or fp16, GPUs of compute capability 8.0 and newer). Default: transformer_engine"
+        " where it is installed and supported, otherwise local.",
+    )
     img_h: Width | None = Field(default=None, description="Preset resnet50: image height (default: 224).")
     img_w: Width | None = Field(default=None, description="Preset resnet50: image width (default: 224).")
     num_classes: Many | None = Field(default=None, description="Preset resnet50: number of classes (default: 1000).")

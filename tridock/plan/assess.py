@@ -236,10 +236,13 @@ def _groups(plan: Plan) -> dict[str, dict[str, int]]:
 
 def gpu_problems(experiment: Experiment, gpu: Gpu | None) -> list[Problem]:
     """Returns the requested features that the GPU does not support."""
-    if gpu is None or gpu.bf16 or experiment.precision != "bf16":
+    if gpu is None:
         return []
-    what = f"a {gpu.name} has no bf16: its compute capability is below 8.0"
-    return [Problem("precision", what, "bf16", "use fp16 or fp32", ("fp16", "fp32"))]
+    problems = list(engine_of(experiment).gpu_problems(experiment, gpu))
+    if not gpu.bf16 and experiment.precision == "bf16":
+        what = f"a {gpu.name} has no bf16: its compute capability is below 8.0"
+        problems.append(Problem("precision", what, "bf16", "use fp16 or fp32", ("fp16", "fp32")))
+    return problems
 
 
 def _notes(experiment: Experiment, assumptions: Assumptions, cost: Cost) -> list[str]:

@@ -84,6 +84,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.recompute_granularity": ("selective", {}),
     "model.recompute_method": ("block", FULL),
     "model.recompute_num_layers": (2, FULL),
+    "model.transformer_impl": ("local", {}),
     "model.img_h": (64, IMAGES),
     "model.img_w": (64, IMAGES),
     "model.num_classes": (10, IMAGES),

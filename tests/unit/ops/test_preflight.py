@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
-from tests.experiments import make_plan
+from tests.experiments import make_plan, with_fields
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
 from tridock.contracts.supervision import contract
 from tridock.errors import Problem, TridockError
 from tridock.experiment import Experiment, fields_digest
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.preflight import Preflight, _differences, check_nodes, mismatches, preflight_argv
+from tridock.ops.runs.preflight import (
+    Preflight,
+    _differences,
+    check_nodes,
+    lacking_packages,
+    mismatches,
+    preflight_argv,
+)
 from tridock.remote import Completed
 
 BIN, IDX, VOCAB, MERGES = "data/t_document.bin", "data/t_document.idx", "data/vocab.json", "data/merges.txt"
@@ -85,6 +92,27 @@ def test_prompts_without_the_tokenizer_of_the_data() -> None:
     assert str(problem) == (
         "t.yaml: train.sample_prompts: needs the tokenizer of the data; got no data/tokenizer.json and no "
         "data/tokenizer/tokenizer.json on the first node; bring it there, or leave the prompts out"
+    )
+
+
+def test_layers_of_a_package_that_a_nodes_image_lacks() -> None:
+    fields = {
+        "name": "t",
+        "engine": "megatron-core",
+        "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8},
+        "batch": {"micro_batch_size": 1},
+        "data": {"data_path": "data/t_document"},
+        "train": {"train_iters": 1},
+    }
+    asked = "--package=transformer_engine"
+    assert asked not in preflight_argv(Experiment.model_validate(fields), head=False)
+    experiment = with_fields(fields, {"model.transformer_impl": "transformer_engine"})
+    assert asked in preflight_argv(experiment, head=False)
+    answers = {name: PreflightAnswer({}, lacking=("transformer_engine",)) for name in ("a", "b")}
+    (problem,) = lacking_packages(Path("t.yaml"), experiment, {**answers, "c": PreflightAnswer({})})
+    assert str(problem) == (
+        "t.yaml: model.transformer_impl: needs the Python package transformer_engine; got not on a, b; "
+        "leave the field out, or build the image on a base that has it"
     )
 
 

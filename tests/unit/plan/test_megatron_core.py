@@ -58,6 +58,9 @@ def refused(ranks: int, *overrides: str) -> str:
         (8, [f"{TP}=4", f"{CP}=2", f"{SP}=true", "model.seq_length=36"],
          "model.seq_length: sequence_parallel needs a multiple of tensor_model_parallel_size 4 x"
          " context_parallel_size 2; got 36; use 32 or 40"),
+        (1, ["model.transformer_impl=transformer_engine", "precision=fp32"],
+         "model.transformer_impl: TransformerEngine has no fused attention in fp32; got transformer_engine; "
+         "set precision to bf16 or fp16, or use local"),
         (1, [f"{SP}=true"],
          f"{SP}: there are no tensor parallel ranks to split tokens; got true; "
          "leave it out, or set tensor_model_parallel_size to 2 or more"),

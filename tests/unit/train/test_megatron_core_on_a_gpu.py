@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.unit.train.experiments import experiment
 from tests.unit.train.pretended_gpu import GPU, REASON, Transfers, pretended_gpu
+from tridock.errors import RequestError
 
 pytest.importorskip("megatron.core")
 pytestmark = [
@@ -82,6 +83,13 @@ def test_a_step_reads_the_norm_of_the_gradient_and_nothing_else(name: str) -> No
         assert {it.device for chunk in strategy.chunks for it in chunk.parameters()} == {GPU}
         # megatron-core clips on the host, and asks on it whether fp16 overflowed.
         assert transfers.all() == {"read": 2 if name == "fp16" else 1}
+
+
+def test_layers_of_transformer_engine_are_refused_where_it_is_missing() -> None:
+    CASES["without"] = ({"model.transformer_impl": "transformer_engine"}, 1, 0)
+    what = "model.transformer_impl: this rank lacks the package transformer_engine; got transformer_engine"
+    with pytest.raises(RequestError, match=what), on_gpu("without"):
+        pass
 
 
 def test_the_distributed_optimizer_resumes() -> None:

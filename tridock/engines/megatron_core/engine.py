@@ -1,6 +1,6 @@
 """Engine ``megatron-core`` as the planner and the launchers see it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Final
 
@@ -40,6 +40,7 @@ class MegatronCore(Engine):
     checkpoint_fields = ("precision", "parallel.use_distributed_optimizer")
 
     problems = staticmethod(legality.problems)
+    gpu_problems = staticmethod(legality.gpu_problems)
 
     def takes_sizes(self, experiment: Experiment) -> bool:
         parallel = experiment.parallel
@@ -48,6 +49,9 @@ class MegatronCore(Engine):
             return False
         interleaved = virtual == 1 or (stages > 1 and experiment.model.num_layers % (stages * virtual) == 0)
         return interleaved and not (parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1)
+
+    def packages(self, experiment: Experiment) -> Mapping[str, str]:
+        return {legality.TE: "model.transformer_impl"} if experiment.model.transformer_impl == legality.TE else {}
 
     def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
         if experiment.parallel.virtual_pipeline_model_parallel_size > 1:

@@ -49,6 +49,7 @@ FIELDS: Final[Fields] = {
     "model.recompute_granularity": Refused(),
     "model.recompute_method": Refused(),
     "model.recompute_num_layers": Refused(),
+    "model.transformer_impl": Refused(),
     "train.sample_prompts": Refused(),
     "train.sample_tokens": Refused(),
     "train.compile": Refused(),

@@ -1,6 +1,7 @@
 """A launch's query of a node before it writes anything there, in one answer."""
 
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ def preflight(
     *,
     load: str | None = None,
     tokenizers: Sequence[str] = (),
+    packages: Sequence[str] = (),
     head: bool,
     port: int | None,
 ) -> PreflightAnswer:
@@ -31,6 +33,7 @@ def preflight(
         read={name: _json(Path(name)) for name in read},
         loads=load is None or Path(load).is_dir(),
         has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
+        lacking=tuple(name for name in packages if importlib.util.find_spec(name) is None),
         rendezvous=ports.rendezvous_port(port) if head else None,
         image_manifest=_json(Path(run_folder.CODE, "manifest.json")) if head else None,
         contract=contract() if head else None,

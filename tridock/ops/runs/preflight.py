@@ -53,6 +53,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     _refuse_other_fields(session, answers[head].image_manifest)
     bring = f"bring the data to the nodes: tridock data sync {session.cluster.hosts_option} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
+    problems += lacking_packages(config, experiment, answers)
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:
         raise RequestError(problems)
@@ -87,6 +88,7 @@ def check_files(
         for name, field in data_files(experiment).items()
         if answer.files[name] is None
     ]
+    problems += lacking_packages(config, experiment, {"localhost": answer})
     problems += mismatches(config, experiment, plan, answer)
     if problems:
         raise RequestError(problems)
@@ -95,7 +97,7 @@ def check_files(
 
 def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
     """Returns the ``tridock.node`` arguments that query a node for the experiment's needs; the head reports more."""
-    argv = ["preflight"]
+    argv = ["preflight", *(f"--package={name}" for name in engine_of(experiment).packages(experiment))]
     if head:
         port = experiment.launch.master_port
         argv += ["--head", *(() if port is None else ("--port", str(port)))]
@@ -161,6 +163,14 @@ def _differences(
             elif other:
                 got = ", ".join(_label(name, there[name]) for name in other)
                 yield Problem(where, f"has different content on node {node} than on the head", got, todo)
+
+
+def lacking_packages(config: Path, experiment: Experiment, answers: Mapping[str, PreflightAnswer]) -> Iterator[Problem]:
+    """Yields the packages that the image of some node does not have."""
+    todo = "leave the field out, or build the image on a base that has it"
+    for name, field in engine_of(experiment).packages(experiment).items():
+        if nodes := [node for node, answer in answers.items() if name in answer.lacking]:
+            yield Problem(f"{config}: {field}", f"needs the Python package {name}", f"not on {', '.join(nodes)}", todo)
 
 
 def _label(name: str, found: Fingerprint | None) -> str:

@@ -23,6 +23,8 @@ from megatron.core.utils import divide
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tridock.errors import Problem, RequestError
+from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
 from tridock.train.compiler import compiler_problems
 from tridock.train.huggingface.weights import Pretrained
@@ -72,7 +74,7 @@ def build_chunks(
         stage = number if virtual > 1 else None
         chunk: nn.Module = GPT(
             config,
-            block_spec(config, device, stage),
+            block_spec(config, stage),
             padded,
             model.positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -152,6 +154,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         apply_rope_fusion=False,  # transformer-engine's
         bias_dropout_fusion=fused,
         finalize_model_grads_func=finalize_model_grads,
+        transformer_impl=implementation(model, device, dtype),
     )
 
 
@@ -194,13 +197,13 @@ class Norm:
         return norm
 
 
-def block_spec(config: TransformerConfig, device: torch.device, stage: int | None) -> Any:
-    """The modules of a layer: transformer-engine's where its attention is fused, else megatron-core's own.
+def block_spec(config: TransformerConfig, stage: int | None) -> Any:
+    """The modules of a layer: transformer-engine's, or megatron-core's own.
 
     megatron-core's norm refuses sequence parallelism; its attention refuses context parallelism and keeps every score.
     Both are replaced here.
     """
-    if device.type == "cuda" and has_transformer_engine() and fuses_attention(config.params_dtype):
+    if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
         )
@@ -214,6 +217,20 @@ def block_spec(config: TransformerConfig, device: torch.device, stage: int | Non
         attention.q_layernorm = attention.k_layernorm = Norm
     layers = get_num_layers_to_build(config, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=Norm)
+
+
+def implementation(model: Model, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns whose layers are used: those that the experiment names, else transformer-engine's where its attention is
+    fused. Raises :class:`RequestError` if it names transformer-engine's and they cannot be used."""
+    if model.transformer_impl == "local":
+        return "local"
+    lacks = "a GPU" if device.type != "cuda" else "" if has_transformer_engine() else "the package transformer_engine"
+    if not lacks and not fuses_attention(dtype):
+        lacks = "its fused attention: that needs bf16 or fp16, and compute capability 8.0"
+    if lacks and model.transformer_impl is not None:
+        todo = "set it to local, or leave it out"
+        raise RequestError(Problem("model.transformer_impl", f"this rank lacks {lacks}", model.transformer_impl, todo))
+    return "local" if lacks else "transformer_engine"
 
 
 def has_transformer_engine() -> bool:

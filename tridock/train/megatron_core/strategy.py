@@ -259,9 +259,12 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
     # A checkpoint fits another tensor parallel size, whose padding is another: it goes by the one without.
     shape = Shape.of(experiment.model, tokens)
     padded = engine_of(experiment).padded_vocab_size(shape.padded_vocab_size, experiment)
+    strategy = MegatronCore(experiment, tokens, padded, layout, ranks, pretrained)
+    if ranks.first and ranks.device.type == "cuda":
+        print(f"note: layers of {strategy.chunks[0].config.transformer_impl}", flush=True)
     return Parts(
         splits=splits,
-        strategy=MegatronCore(experiment, tokens, padded, layout, ranks, pretrained),
+        strategy=strategy,
         progress=Progress.of(experiment, ranks, tokens, shape.padded_vocab_size),
         parameters=model_parameters(experiment.model, padded),
         description=layout.description,

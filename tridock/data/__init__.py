@@ -1,1 +1,1 @@
-"""Text to Megatron's indexed data sets, and the tokenizer that makes them."""
+"""Turns text into Megatron's indexed data sets, and trains and loads tokenizers."""

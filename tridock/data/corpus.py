@@ -1,4 +1,4 @@
-"""The demo data set, built from text that every machine has: the source files of Python's standard library."""
+"""The demo data set, built from the source files of Python's standard library, which every machine has."""
 
 import hashlib
 import json
@@ -22,9 +22,9 @@ _SKIPPED_FOLDERS: Final = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "turtledemo"}
 )
 CORPUS_BYTES: Final = 6_000_000
-"""Total size of the documents: about half of the standard library, seconds instead of minutes."""
+"""Total size of the documents: about half of the standard library, which takes seconds instead of minutes."""
 _RECIPE: Final = 1
-"""Increase it when the same Python would give other data: existing data is then rebuilt."""
+"""Increase it when a change here gives other data from the same Python; existing data is then rebuilt."""
 _RECEIPT: Final = "demo.json"
 
 
@@ -74,7 +74,7 @@ class DemoData:
     tokens: int
     vocab_size: int
     made: bool
-    """Whether this call built it; False if it existed."""
+    """Whether this call built it, rather than found it."""
 
 
 def prepare_demo(

@@ -10,19 +10,19 @@ SUMS: Final = "SHA256SUMS"
 """Hashes of a folder's files, as ``sha256sum`` writes and checks them."""
 _BLOCK: Final = 1 << 20
 _SMALL: Final = 1 << 16
-"""Hashed at once, in less time than a thread takes to start."""
+"""Maximum size of a piece that is hashed without a thread, because starting one takes longer."""
 _PENDING_BYTES: Final = 8 << 20
 """Bytes that may wait in memory to be hashed."""
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file, in hexadecimal digits."""
+    """Returns the hash of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Digest:
-    """The hash of the content of a file, if given, and the pieces in the order added.
+    """Hashes the content of a file, if given, and then pieces in the order in which they are added.
 
     hashlib releases the GIL. The thread starts with the first large piece and ends with this object.
     """

@@ -1,4 +1,4 @@
-"""Refuses output files that would replace an input, another output, or something that is no file."""
+"""Refuses output files that would replace an input, another output, or a path that is not a file."""
 
 import os
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from tridock.errors import Problem, RequestError
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -> None:
-    """Raises :class:`RequestError` with every problem. Each output comes with the option that names it."""
+    """Raises :class:`RequestError` with every problem. Each output is a path with the option that names it."""
     read = {os.path.realpath(path) for path in inputs}
     written: set[str] = set()
     problems: list[Problem] = []

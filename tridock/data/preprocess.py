@@ -1,7 +1,7 @@
-"""Tokenizes texts into ``<prefix>_<key>_document.bin/.idx`` and a manifest, byte for byte as Megatron's tool.
+"""Tokenizes texts into ``<prefix>_<key>_document.bin/.idx`` and a manifest; the bytes equal those of Megatron's tool.
 
-Every document of the inputs is in the output or is a rejected line. The order is that of the inputs. The bytes do not
-depend on the number of workers, nor on interruptions.
+Every document of the inputs is in the output, in the order of the inputs, or is a rejected line. The bytes depend
+neither on the number of workers nor on interruptions.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ from tridock.errors import Problem, RequestError
 
 CHUNK_BYTES: Final = 2 << 20
 _LISTED: Final = 20
-"""Inputs that the facts of a run name one by one."""
+"""Maximum number of inputs that a run's facts list by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """The options of a run. Without ``rejects`` the first invalid line stops it.
 
-    ``journal_seconds``: time between two saves of the journal, from which ``resume`` continues.
+    ``journal_seconds`` is the time between two saves of the journal, from which ``resume`` continues.
     """
 
     sources: tuple[Source, ...]
@@ -61,12 +61,12 @@ class Request:
         return [*[("--output-prefix", path) for path in paths], *rejects]
 
     def facts(self) -> dict[str, str]:
-        """What the output depends on: a run resumes only with the same facts."""
+        """Everything that the output depends on; a run resumes only with the same facts."""
         return {
             "inputs": _listed([f"{source.name} ({source.kind}, {source.bytes} bytes)" for source in self.sources]),
             "keys": " ".join(self.recipe.keys),
             "tokenizer": self.recipe.encoder.sha256,
-            # An encoder that was found wrong may have been wrong before: no other one continues its work.
+            # An encoder with wrong ids may have been wrong before, so another encoder must not continue its output.
             "encoder": self.recipe.encoder.name,
             "allow-special": str(self.recipe.encoder.accepts_special),
             "append-eod": str(self.recipe.append_eod),
@@ -122,7 +122,7 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
             if not work.journal.whole:
                 _work(request, work, dtype.itemsize, progress)
             for prefix in request.prefixes:
-                # No manifest of earlier data beside the new data.
+                # Removes the manifests of earlier data, which would not match the new data.
                 manifest_path(prefix).unlink(missing_ok=True)
             work.publish(request.prefixes, dtype, request.rejects)
             _write_manifests(request, work, dtype.itemsize)
@@ -162,7 +162,7 @@ def _changed_since(source: Source) -> Problem:
 
 
 def _work(request: Request, work: ResumableBuild, width: int, progress: Progress | None) -> None:
-    """Reads, encodes and appends what the journal does not have yet."""
+    """Reads, encodes and appends the lines that the journal does not cover yet."""
     journal, saved = work.journal, time.monotonic()
     total = 0 if any(source.path is None for source in request.sources) else sum(s.bytes for s in request.sources)
     with closing(encode_in_order(request.recipe, _chunks(request, work), request.workers)) as encoded_chunks:

@@ -26,7 +26,7 @@ Progress = Callable[[Done], None]
 def progress_bar(
     what: str, log_interval: int | None = None, *, quiet: bool = False
 ) -> Iterator[Callable[[Done], None]]:
-    """Yields a function that shows progress: MB/s, tokens/s, time left; nothing where ``quiet``.
+    """Yields a function that shows progress: MB/s, tokens/s and remaining time; ``quiet`` shows nothing.
 
     Without a terminal a line is printed every ten seconds, or with ``log_interval`` every ``log_interval`` documents.
     """

@@ -35,12 +35,12 @@ class Counts(BaseModel):
     empty: int = 0
     """Empty documents."""
     bin_sha256: str | None = None
-    """Of the complete file; None before. The same for the next."""
+    """SHA-256 of the complete .bin, and below of the .idx; None before they are complete."""
     idx_sha256: str | None = None
 
 
 class Finished(BaseModel):
-    """An input that has been read, and when it was last modified."""
+    """An input that has been read to its end, and its modification time."""
 
     input: Input
     modified_ns: int
@@ -59,9 +59,9 @@ class Journal(BaseModel):
     offset: int = 0
     digest: str = ""
     finished_size: int = 0
-    """Bytes of the file ``finished``."""
+    """Size in bytes of the file ``finished``."""
     finished_bytes: int = 0
-    """Bytes of the inputs that it names."""
+    """Total bytes of the inputs listed in ``finished``."""
     documents_in: int = 0
     rejected: int = 0
     empty: int = 0
@@ -161,7 +161,7 @@ class ResumableBuild:
         counts.empty += int((block.sequences == 0).sum())
 
     def finish(self, finished: Finished) -> None:
-        """Notes an input that has been read to its end."""
+        """Records an input that has been read to its end."""
         self.finished.append(finished)
         line = f"{finished.model_dump_json()}\n".encode()
         self._files[-2].write(line)
@@ -206,7 +206,7 @@ class ResumableBuild:
             elif not finishing:
                 raise _lost(data)
             elif index.exists():
-                index.replace(idx_path(prefix))  # killed between the two
+                index.replace(idx_path(prefix))  # the process was killed between the two renames
             elif not bin_path(prefix).is_file() or not idx_path(prefix).is_file():
                 raise _lost(bin_path(prefix))
         if rejects is not None:

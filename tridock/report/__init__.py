@@ -1,1 +1,1 @@
-"""The results of a run for the user: a table and a picture. No torch here."""
+"""Tables, charts and pages from plans, runs and Megatron logs. No torch."""

@@ -1,4 +1,4 @@
-"""The charts of a report: one for each quantity that at least one run has logged; and the loss curve of one run."""
+"""The charts of a report, one for each quantity that at least one run has logged, and the loss curve of one run."""
 
 import io
 import itertools
@@ -29,7 +29,7 @@ _MOST_BARS: Final = 64
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure as ``svg`` for the page and as ``png`` for a file, each drawn when it is first wanted."""
+    """A figure as ``svg`` for the page and as ``png`` for a file; each is drawn on first use."""
 
     name: str
     title: str
@@ -55,7 +55,7 @@ class _Quantity:
     unit: str
     short: str = ""
     measured: bool = True
-    """Whether the caption has the median, as for what is measured, or the last value."""
+    """Whether the caption has the median, as for measurements, or the last value."""
 
 
 _QUANTITIES: Final = (
@@ -151,7 +151,7 @@ def _caption(lines: Sequence[Line], quantity: _Quantity, subjects: int) -> str:
 
 
 def _loss_scale(subjects: Sequence[Subject]) -> Iterator[Chart]:
-    """Only where it changes, as in fp16."""
+    """Yields the chart of the loss scale if it changes, as in fp16."""
     quantity = _Quantity("loss_scale", "loss-scale", "Loss scale", "loss scale", measured=False)
     changing = [it for it in subjects if len(set(it.columns.curve("loss_scale").finite)) > 1]
     yield from _over_iterations(changing, subjects, quantity)
@@ -196,7 +196,7 @@ def _phase_medians(subject: Subject) -> dict[str, float]:
 
 
 def _occasions(subjects: Sequence[Subject]) -> Iterator[Chart]:
-    """Evaluations and checkpoints. In one chart with them the phases of a step would be too small to see."""
+    """Yields the chart of evaluations and checkpoints, apart from the phases of a step, which are much shorter."""
     names = sorted({name for subject in subjects for name in subject.occasions})
     if not names:
         return
@@ -216,7 +216,7 @@ def _in_ms(seconds: float | None) -> float | None:
 
 
 def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
-    """Memory per rank: planned, measured, and the limit of the device."""
+    """Yields the chart of memory per rank: planned, measured, and the limit of the device."""
     planned, measured = planned_memory_by_rank(subject), subject.memory
     if not planned and not measured:
         return
@@ -242,7 +242,7 @@ def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
 def _by_rank(
     ranks: Sequence[int], kinds: Sequence[tuple[str, Mapping[int, float], str]], unit: str, limits: Sequence[Line]
 ) -> Any:
-    """Bars, or for many ranks curves over the rank number."""
+    """Returns bars, or for many ranks curves over the rank number."""
     if len(ranks) <= _MOST_BARS:
         bars = [Bars(name, [found.get(rank) for rank in ranks], colour) for name, found, colour in kinds]
         return draw_bars([f"rank {rank}" for rank in ranks], bars, unit, limits)
@@ -265,12 +265,12 @@ _MANY = 150
 
 
 def _points(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """Iterations and their losses, where there are any."""
+    """Returns the iterations that have a loss, with their losses."""
     return [(record["iteration"], record["loss"]) for record in records if record.get("loss") is not None]
 
 
 def plot_loss(folder: Path, png: Path) -> None:
-    """Draws training, validation and test loss of a run to the file ``png``.
+    """Draws the training, validation and test loss of a run to the file ``png``.
 
     Raises :class:`RequestError` if the folder is not a run folder, or has no logged iteration yet.
     """
@@ -318,7 +318,7 @@ def plot_loss(folder: Path, png: Path) -> None:
 
 
 def _titles(folder: Path) -> tuple[str, str, str]:
-    """The name of a run, what it trains on how many ranks, and what its loss is."""
+    """Returns a run's name, a line with its model and number of ranks, and the label of its loss."""
     path = folder / run_folder.EXPERIMENT
     if is_command(path):
         command = load_command(path)

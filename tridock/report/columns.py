@@ -68,7 +68,7 @@ class Columns:
         self._iterations: array[float] = array("d")
         self._columns: dict[str, array[float]] = {}
         self.returns = 0
-        """How often a row came for an earlier iteration."""
+        """Number of rows that were for an earlier iteration than the row before."""
 
     def __len__(self) -> int:
         return len(self._iterations)

@@ -71,7 +71,7 @@ class LiveServer(ThreadingHTTPServer):
         super().server_close()
 
     def answer(self, path: str) -> tuple[str, bytes] | None:
-        """The content type and body of a path below the token; None for an unknown one."""
+        """Returns the content type and body of a path below the token; None for an unknown path."""
         with self._lock:
             if path == "":
                 return "text/html; charset=utf-8", self.page.encode()
@@ -87,7 +87,7 @@ class LiveServer(ThreadingHTTPServer):
 
     @cached_property
     def page(self) -> str:
-        """The page's HTML; its script fetches ``data``."""
+        """Returns the page's HTML; its script fetches ``data``."""
         title = "Runs" if len(self.runs) > 1 else next(iter(self.runs), "Runs")
         here = Path(__file__)
         sections = "".join(
@@ -168,4 +168,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Silent: the terminal shows only the address."""
+        """Logs nothing: the terminal shows only the address."""

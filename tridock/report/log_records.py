@@ -1,4 +1,4 @@
-"""A Megatron log as the records of a run, for what reads run folders."""
+"""Writes a Megatron log as run folders, for programs that read those."""
 
 import hashlib
 import json
@@ -14,10 +14,10 @@ _HEAD_BYTES = 1 << 16
 
 
 def write_log_folders(log: Path, runs: Path) -> list[Path]:
-    """Writes a folder for each run of the log into ``runs``, and returns them.
+    """Writes a folder for each run in the log into ``runs``; returns the folders.
 
-    Its name stays the same as the log grows: the log's, and a digest of its beginning. Raises :class:`RequestError` for
-    a file that is no log of Megatron's.
+    A folder's name is the log's name and a digest of the log's beginning, so it stays the same as the log grows. Raises
+    :class:`RequestError` if the file is not a Megatron log.
     """
     subjects = of_log(log)
     with log.open("rb") as file:

@@ -20,12 +20,12 @@ def one_line(text: str, longest: int = 60) -> str:
 
 
 def gib(size: float) -> str:
-    """``1.50 GiB``; less than a hundredth in MiB."""
+    """Formats a size in bytes as ``1.50 GiB``; below 0.01 GiB in MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 100 else f"{size / 2**20:.2f} MiB"
 
 
 def seconds(time: float) -> str:
-    """``1.44 s``, ``430 ms``."""
+    """Formats a time in seconds as ``1.44 s`` or ``430 ms``."""
     return f"{time:.2f} s" if time >= 1 else f"{time * 1000:.3g} ms" if time < 0.1 else f"{time * 1000:.0f} ms"
 
 

@@ -102,7 +102,7 @@ def _charts(charts: Sequence[Chart]) -> str:
 
 
 def _samples(subject: Subject, subjects: int) -> str:
-    """How the model continued the prompts: at the last evaluation, and folded at those before."""
+    """Returns the model's continuations of the prompts at the last evaluation; those of earlier ones are folded."""
     found = samples_of(subject.events)
     parts = [element("h3", one_line(subject.name, 120))] if found and subjects > 1 else []
     for iteration, rows in sorted(found.items(), reverse=True)[:_MOST_SAMPLES]:
@@ -136,7 +136,7 @@ def _plan(subject: Subject, subjects: int) -> str:
 
 
 def _differences(subjects: Sequence[Subject]) -> str:
-    """Manifests and experiments of runs, and arguments of Megatron logs, compared field by field."""
+    """Returns a field-by-field comparison of manifests and experiments, or of the arguments in Megatron logs."""
     runs, logs = [it for it in subjects if not it.is_log], [it for it in subjects if it.is_log and it.experiment]
     parts = []
     for kind, among, documents in (
@@ -202,7 +202,7 @@ def _value(value: object) -> str:
 
 
 def _origin(subject: Subject) -> str:
-    """Manifest and experiment of a run, folded."""
+    """Returns the manifest and experiment of a run, folded."""
     documents = {"manifest": subject.manifest, "arguments" if subject.is_log else "experiment": subject.experiment}
     return "".join(
         folded(f"{one_line(subject.name)}: {name}", table(("field", "value"), flattened(document), mono=(0, 1)))

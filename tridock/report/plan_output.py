@@ -1,4 +1,4 @@
-"""What `tridock plan` prints, as tables or JSON, and their exit code."""
+"""The output of `tridock plan`, as tables or JSON, and its exit code."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ def print_plan(
     console: Console,
     show: Show,
 ) -> int:
-    """Plans and prints. Returns 2 if the experiment cannot run or does not fit, else 0.
+    """Plans an experiment and prints the plan. Returns 2 if it cannot run or does not fit, else 0.
 
     Raises :class:`RequestError` if the experiment is invalid.
     """
@@ -75,7 +75,7 @@ def _print_plan(assessment: Assessment, console: Console, show: Show) -> int:
     if show.json:
         sys.stdout.write(assessment.to_json())
     elif assessment.plan is not None:
-        # A pipe gets whole lines, a terminal lines that end between words.
+        # Lines are wrapped between words in a terminal, and not wrapped in a pipe.
         console.print(render(assessment), soft_wrap=not console.is_terminal)
         for line in (days_line(assessment), goodput_line(assessment)):
             if line is not None:
@@ -145,7 +145,7 @@ _MOST_REASONS = 8
 
 
 def headline(assessment: Assessment) -> Text:
-    """Returns one line: verdict, layout, memory of the highest rank, time."""
+    """Returns one line: verdict, layout, memory of the highest rank, step time."""
     plan, gpu, text = assessment.plan, assessment.assumptions.gpu, Text()
     if plan is None:
         return text.append(LABELS["illegal"], STYLES["illegal"])
@@ -257,7 +257,7 @@ def _names(stages: Sequence[StageMemory]) -> list[str]:
 
 
 def _sources(assessment: Assessment) -> Text:
-    """Returns what each term is, and the source of its formula."""
+    """Returns each term's meaning and the source of its formula."""
     found = {term.name: term.source for stage in reversed(assessment.memory) for term in stage.terms}
     lines: dict[str, list[str]] = {}
     for name in _names(assessment.memory):
@@ -309,6 +309,7 @@ def _estimated(cost: Cost, model: Model) -> Iterator[tuple[str, str]]:
 
 
 def days_line(assessment: Assessment) -> str | None:
+    """Returns the time and GPU hours to train on the tokens asked for; None if they or the step time are unknown."""
     cost = assessment.cost
     if cost is None or (days := cost.days(assessment.tokens)) is None:
         return None
@@ -320,7 +321,7 @@ def days_line(assessment: Assessment) -> str | None:
 
 
 def _hours(assessment: Assessment) -> str:
-    """Returns GPU hours and what they cost, from a tenth of an hour on."""
+    """Returns GPU hours and their cost; empty below a tenth of an hour."""
     hours, price, each = assessment.gpu_hours, assessment.price, assessment.assumptions.cost_per_gpu_hour
     if hours is None or (hours < _LEAST_HOURS and price is None):
         return ""
@@ -331,6 +332,7 @@ def _hours(assessment: Assessment) -> str:
 
 
 def goodput_line(assessment: Assessment) -> str | None:
+    """Returns the goodput with the experiment's and the best ``save_interval``; None if it was not asked for."""
     found, size = assessment.goodput, assessment.checkpoint_bytes / 1e9
     if found is None:
         return None
@@ -367,7 +369,7 @@ def _traffic_table(cost: Cost) -> Table:
 
 
 def correction_table(correction: Correction) -> Table:
-    """Returns what a run's own plan has beside what the run measured, and the factors that this plan takes over."""
+    """Returns a run's planned and measured figures side by side, and the factors that this plan applies."""
     table = headed_table(f"Corrected by {correction.source}")
     for name in ("", "its plan", "measured", "factor"):
         table.add_column(name, justify="right" if name else "left")

@@ -1,4 +1,4 @@
-"""Figures of a plan as text, and its tables' common look."""
+"""Formats the figures of a plan, and its tables."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -22,6 +22,7 @@ def headed_table(title: str) -> Table:
 
 
 def interval(stage: StageMemory) -> str:
+    """Formats a stage's memory as ``12.3 GiB``, or as ``11.2 to 12.3 GiB``."""
     low, high = f"{stage.least_bytes / GIB:.1f}", f"{stage.total_bytes / GIB:.1f}"
     return f"{high} GiB" if low == high else f"{low} to {high} GiB"
 
@@ -42,6 +43,7 @@ def flops(value: float) -> str:
 
 
 def count_short(value: float) -> str:
+    """Formats a count with its largest unit: ``1.5 T``, ``300.0 B``, ``2.1 M``, ``4.0 k``."""
     for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:,.1f} {name}"
@@ -49,7 +51,7 @@ def count_short(value: float) -> str:
 
 
 def correction_rows(correction: Correction) -> Iterator[tuple[str, str, str, str]]:
-    """Each figure of a run: its own plan's, what was measured, and the factor that other plans take over."""
+    """Yields for each figure of a run its name, the planned and measured values, and the factor for other plans."""
     planned = "unknown" if correction.planned_s is None else seconds(correction.planned_s)
     times = "kernels and messages" if correction.links else "kernels"
     rate = f"{1 / correction.time:,.3g} TFLOP/s" if correction.planned_s is None else f"{correction.time:.3g}, {times}"

@@ -15,7 +15,7 @@ from tridock.errors import count
 from tridock.plan import Plan, Rank
 
 KEY: Final = "r5: rank 5. Below it pp.dp.cp.tp: pipeline, data, context, tensor parallel rank"
-"""How to read a slot."""
+"""Explains the text in a slot."""
 
 _APART: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 """Colours that colour-blind people can tell apart (Okabe and Ito, 2008), without black."""
@@ -52,7 +52,7 @@ def legend(plan: Plan, captions: Mapping[int, str]) -> list[Line]:
 
 
 def _span_of_ranks(ranks: list[int]) -> str:
-    """``r4``, ``r4 to r7``, or ``16 ranks from r0 on`` where stages are neighbours and others' ranks lie between."""
+    """Returns ``r4``, ``r4 to r7``, or ``16 ranks from r0 on`` if other stages' ranks lie between."""
     begin, end = min(ranks), max(ranks)
     if end - begin + 1 > len(ranks):
         return f"{len(ranks)} ranks from r{begin} on"
@@ -60,7 +60,7 @@ def _span_of_ranks(ranks: list[int]) -> str:
 
 
 def span(first: int, last: int) -> str:
-    """``stage 4``, ``stages 4 to 14``."""
+    """Returns ``stage 4`` or ``stages 4 to 14``."""
     return f"stage {first}" if first == last else f"stages {first} to {last}"
 
 
@@ -80,7 +80,7 @@ def ink(colour: str) -> str:
 
 
 def place(rank: Rank) -> str:
-    """Pipeline stage, data, context and tensor parallel rank: ``1.0.0.3``."""
+    """Returns the pipeline, data, context and tensor parallel rank: ``1.0.0.3``."""
     return ".".join(
         str(number)
         for number in (
@@ -101,7 +101,7 @@ def by_node(plan: Plan) -> dict[str, list[Rank]]:
 
 
 def headline(plan: Plan) -> str:
-    """``TP2 PP2 DP1: 4 ranks on 2 nodes``."""
+    """Returns the layout and its size: ``TP2 PP2 DP1: 4 ranks on 2 nodes``."""
     nodes = len(by_node(plan))
     return f"{plan.layout}: {count(plan.world_size, 'rank')} on {count(nodes, 'node')}"
 

@@ -1,4 +1,4 @@
-"""The rank map as a picture: the layout of the sheet, and the drawing with matplotlib.
+"""Draws the rank map with matplotlib, after computing the positions on the sheet.
 
 Lengths are in inches; the origin is the lower left corner. One axes fills the figure.
 """
@@ -130,7 +130,8 @@ def lay_out(plan: Plan, nodes: Nodes, least_width: float, entries: Sequence[str]
 
 
 def _slots_across(most: int, tensor: int) -> int:
-    """Up to four slots form one row, more about two; tensor parallel groups fill whole rows if possible."""
+    """Returns the slots per row: up to four form one row, more about two. Tensor parallel groups fill whole rows if
+    possible."""
     if most <= 4:
         return most
     half = -(-most // 2)
@@ -188,7 +189,7 @@ _DPI: Final = 150
 _LARGEST: Final = 12_000
 """Pixels on the longer side of a PNG at most."""
 _METADATA: Final[dict[str, dict[str, None]]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-"""Without the version and date that matplotlib adds."""
+"""Removes the version and date that matplotlib adds."""
 _INK, _GREY, _PALE, _EDGE = "#111111", "#555555", "#f3f3f3", "#bbbbbb"
 _DASHES: Final = (0, (2.5, 1.5))
 

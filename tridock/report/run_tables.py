@@ -1,4 +1,4 @@
-"""Tables of runs for a terminal: the runs of a cluster, and what a reproduction found."""
+"""Tables for a terminal: the runs of a cluster, and the result of a reproduction."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -31,7 +31,7 @@ def status_table(runs: Sequence[RunInfo]) -> Table:
 
 
 def queue_table(queued: Sequence[QueuedRun]) -> Table:
-    """Returns a table of the runs that wait, in their order."""
+    """Returns a table of the queued runs, in the order in which they start."""
     table = Table("queued run", "since (UTC)", "slots", "waits for", title="queue", title_justify="left")
     for run in queued:
         slots = "; ".join(f"{node}: {','.join(map(str, numbers))}" for node, numbers in run.slots.items())
@@ -73,7 +73,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _time(seconds: float | None, units: int = 2) -> str:
-    """The largest units: ``3 s``, ``4 min 5 s``, ``2 h 10 min``, ``3 d 1 h``."""
+    """Formats seconds in their largest units: ``3 s``, ``4 min 5 s``, ``2 h 10 min``, ``3 d 1 h``."""
     if seconds is None:
         return ""
     rest = int(seconds)

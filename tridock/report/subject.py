@@ -1,4 +1,4 @@
-"""What a report is about: a run, from its folder or from a Megatron log, and its plan beside what was measured."""
+"""A subject of a report: a run, read from its folder or from a Megatron log, with planned and measured figures."""
 
 import math
 import statistics
@@ -48,7 +48,7 @@ class Subject:
     phases: Columns
     """Seconds per step of each phase."""
     rows: tuple[tuple[str, str], ...]
-    """The summary."""
+    """Names and values of the summary."""
     events: Sequence[Record] = ()
     manifest: Record = field(default_factory=dict)
     experiment: Record = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Subject:
     plan_document: Record = field(default_factory=dict)
     plan: Plan | None = None
     memory: Mapping[int, float] = field(default_factory=dict)
-    """Peak memory in bytes by rank, where it is known."""
+    """Known peak memory in bytes by rank."""
     peak_memory: float | None = None
     """Highest peak memory of any rank in bytes."""
     summary: Summary | None = None
@@ -64,13 +64,13 @@ class Subject:
     phases_add_up: bool = False
     """Whether the phases of a step add up to its time. Megatron's timers contain each other."""
     correction: Correction | None = None
-    """By which a plan takes over what the run measured; None where it measured too little."""
+    """Correction of other plans by this run's measurements; None without enough of them."""
     occasions: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Duration in seconds of each evaluation and each checkpoint."""
 
     @property
     def step_time(self) -> float | None:
-        """Median in seconds over the logged iterations without the first, which includes the start of the run."""
+        """Median seconds over the logged iterations without the first, which includes the start of the run."""
         times = self.columns.curve("step_time_s").finite
         return statistics.median(times[1:] or times) if times else None
 
@@ -123,7 +123,7 @@ def of_run(folder: Path) -> Subject:
 
 
 def _correction(folder: Path, document: Record) -> Correction | None:
-    """With the network's rate that was given to the run's plan."""
+    """Returns the run's correction, with the network rate that its plan was given."""
     rates = _of(document, "cost", "rates")
     gb_s = _of(rates, "network_gb_s") if _of(rates, "network_source") == GIVEN else None
     known = Assumptions(network_gbit=8 * gb_s if gb_s is not None and _positive(gb_s) else None)
@@ -207,7 +207,7 @@ def _of_log(name: str, path: Path, log: MegatronLog) -> Subject:
 
 
 def _with_throughput(log: MegatronLog) -> Columns:
-    """Adds samples per second, and tokens per second if the log has the sequence length."""
+    """Returns the columns with samples per second, and tokens per second if the log has the sequence length."""
     columns, global_batch = log.columns, _global_batch(log.arguments)
     times, batches = columns.curve("step_time_s").y, columns.curve("global_batch_size").y
     if not batches and global_batch is not None:
@@ -298,7 +298,7 @@ _LOG_SIZES: Final = {
     "TP": ("tensor_model_parallel_size", "model_parallel_size"),
     "PP": ("pipeline_model_parallel_size", "pipe_parallel_size"),
 }
-"""Names of today, and those of v1.1.5."""
+"""Argument names of current Megatron, and those of v1.1.5."""
 
 
 def _whole(arguments: Mapping[str, str], name: str) -> int | None:

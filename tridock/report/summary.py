@@ -1,4 +1,4 @@
-"""The summary of a run: its figures, and the table of them."""
+"""The summary of a run: its figures, and their table."""
 
 import shlex
 import statistics
@@ -22,7 +22,7 @@ from tridock.gpus import of_device
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run. None is a figure that the run does not have yet."""
+    """The figures of one run; None for one that it does not have yet."""
 
     run_id: str
     state: str

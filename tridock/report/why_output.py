@@ -1,4 +1,4 @@
-"""What `tridock plan --why` prints: a layout's terms, and what they become in others."""
+"""The output of `tridock plan --why`: a layout's terms, and their changes in other layouts."""
 
 import json
 import sys
@@ -41,9 +41,10 @@ def print_why(
     named: Sequence[str],
     as_json: bool,
 ) -> int:
-    """Explains the experiment's layout by its neighbors; or compares it with a named one; or two named ones.
+    """Explains the experiment's layout by its neighbors, or compares it with a ``named`` one, or compares two.
 
-    Returns 2 if the layout that is explained cannot run or does not fit, else 0. Raises :class:`RequestError`.
+    Returns 2 if the explained layout cannot run or does not fit, else 0. Raises :class:`RequestError` if the experiment
+    or a name is invalid.
     """
     experiment = load_experiment(config, overrides)
     if not named:

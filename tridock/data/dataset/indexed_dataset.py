@@ -43,7 +43,7 @@ UINT16_VOCABULARY: Final = 65500
 
 
 def bin_path(prefix: Path) -> Path:
-    """``<prefix>.bin``; a prefix may contain dots."""
+    """Returns ``<prefix>.bin``; a prefix may contain dots."""
     return prefix.parent / f"{prefix.name}.bin"
 
 
@@ -80,7 +80,7 @@ def write_index_of_blocks(
     lengths: Callable[[], Iterator[Tokens]],
     document_index: Iterable[Tokens],
 ) -> None:
-    """As :func:`write_index`, for arrays in blocks. ``sizes`` are S and D; ``lengths`` is read twice."""
+    """Does :func:`write_index` for arrays in blocks. ``sizes`` are S and D; ``lengths`` is read twice."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     with path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, *sizes))
@@ -172,7 +172,7 @@ class IndexedDataset:
     def _check_consistency(self, index: Path, data: Path, size: int) -> None:
         if size != self.index.promised:
             raise RequestError(wrong_size(data, self.index.promised, size))
-        # Only the ends, so that a billion documents open at once. With the sum above they detect every mix-up seen.
+        # Checks only the ends, to open a billion documents quickly. With the sum above, this finds mixed-up files.
         contiguous = len(self) == 0 or (
             self.offsets[0] == 0 and int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize == size
         )

@@ -59,7 +59,7 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """0 without lengths."""
+        """Mean length; 0 without lengths."""
         return self.total / max(self.count, 1)
 
     def quantile(self, share: float) -> int:
@@ -82,7 +82,7 @@ class Lengths:
 
 
 def _bins(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Returns bin numbers: 0 for 0, else from the exponent and the first bits of the length as a double."""
+    """Returns each length's bin number: 0 for 0, else from the exponent and leading bits of the length as a double."""
     bits = lengths.astype(np.float64).view(np.int64) >> (52 - _FRACTION)
     return np.where(lengths > 0, bits - (1023 << _FRACTION) + 1, 0)
 
@@ -300,7 +300,7 @@ def _histogram(lengths: Lengths) -> Table:
     tallest = max((bar.count for bar in bars), default=1)
     for bar in bars:
         name = f"{bar.first:,}" if bar.first == bar.last else f"{bar.first:,} to {bar.last:,}"
-        # A few among millions stay visible.
+        # Keeps a few among millions visible.
         width = max(round(_BAR * bar.count / tallest), 1 if bar.count else 0)
         table.add_row(f"    {name}", Text("█" * width, style="cyan"), f"{bar.count:,}")
     return table

@@ -26,7 +26,7 @@ class DatasetManifest(BaseModel):
     tokens: int = Field(ge=0)
     tokenizer_sha256: str
     end_of_document: int | None
-    """The id that ends every document, or None."""
+    """Token id that ends every document, or None."""
     inputs: tuple[Input, ...]
     json_key: str = "text"
     sequences: int | None = None
@@ -36,10 +36,10 @@ class DatasetManifest(BaseModel):
     """Lines of the inputs that were skipped."""
     versions: dict[str, str] = Field(default_factory=dict)
     bin_sha256: str | None = None
-    """Of ``<prefix>.bin`` and ``<prefix>.idx``; None in older manifests."""
+    """SHA-256 of ``<prefix>.bin``, and below of ``<prefix>.idx``; None in older manifests."""
     idx_sha256: str | None = None
     part: str | None = None
-    """Which documents of which data set these are, if `tridock data split` wrote it."""
+    """The source data set and document range, if `tridock data split` wrote this data set."""
 
 
 def manifest_path(prefix: Path) -> Path:

@@ -1,4 +1,4 @@
-"""``tridock data merge``: joins data sets, byte for byte as Megatron's ``tools/merge_datasets.py``."""
+"""``tridock data merge``: joins data sets; the bytes equal those of Megatron's ``tools/merge_datasets.py``."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

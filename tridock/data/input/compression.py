@@ -1,4 +1,4 @@
-"""Decompresses a file by its content. Every stream of a file counts, and every damage is an error."""
+"""Decompresses a file by its content. Reads all streams of a file, and treats any damage as an error."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tridock.errors import Problem, RequestError
 
 _BLOCK: Final = 1 << 17
 _ZSTD_INPUT: Final = 1 << 11
-"""Its package decompresses whatever it is given at once: four bytes can be a block of 128 KiB."""
+"""Bytes of input per call. The zstd package decompresses all of its input at once: 4 bytes can be 128 KiB."""
 _LONGEST_WINDOW: Final = 1 << 31
-"""zstd's largest window (``--long=31``). A frame takes the memory of its own."""
+"""zstd's largest window (``--long=31``). A frame needs memory for its own window only."""
 _MAGIC: Final = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -32,7 +32,7 @@ _TODO_ZSTD: Final = "pip install 'tridock[data]', or decompress it: zstd -dc FIL
 
 
 def compression(start: bytes) -> str | None:
-    """Returns the format that a file with these first bytes has, parquet too; None for plain text."""
+    """Returns the compression (or ``parquet``) of a file by its first bytes; None for plain text."""
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
@@ -44,7 +44,7 @@ def compression_of(path: Path) -> str | None:
 class _Streams(io.RawIOBase):
     """Reads compressed streams one after another, with zeros between them.
 
-    Python's readers of bz2 and xz take a damaged later stream for the end, zstd's a truncated frame.
+    Python's readers of bz2 and xz stop without an error at a damaged later stream, zstd's at a truncated frame.
     ``new`` returns a decompressor of one stream.
     """
 
@@ -69,7 +69,7 @@ class _Streams(io.RawIOBase):
         return len(taken)
 
     def _input(self) -> bytes | None:
-        """Returns the next compressed bytes for the stream, after its end for a new one; None at the end of all."""
+        """Returns the next compressed bytes, begins a new stream after the end of one; None at the end of the file."""
         data = b""
         if self._stream.eof:
             data = self._stream.unused_data.lstrip(b"\0")
@@ -89,7 +89,7 @@ class _Streams(io.RawIOBase):
 
 
 def decompressed(name: str, file: Any) -> Any:
-    """Returns a reader of the content of a buffered file. ``name`` is that in messages."""
+    """Returns a reader of the decompressed content of a buffered file. ``name`` is for messages."""
     new: Callable[[], Any]
     match compression(file.peek(_START)):
         case None:
@@ -114,7 +114,7 @@ def decompressed(name: str, file: Any) -> Any:
 
 
 def damage() -> tuple[type[Exception], ...]:
-    """Returns the exceptions of reading a damaged file."""
+    """Returns the exceptions that reading a damaged file raises."""
     known: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error, lzma.LZMAError)
     try:
         from zstandard import ZstdError

@@ -56,12 +56,14 @@ class _RejectedError(Exception):
 
 
 def remedy(keys: Sequence[str], kind: Kind) -> str:
+    """Returns the todo of a message about an invalid line."""
     fields = ", ".join(f'"{key}": "…"' for key in keys)
     form = "" if kind is Kind.TEXT else f"; each is one object such as {{{fields}}}"
     return f"correct or remove the line, or skip such lines with --on-error skip --rejects FILE{form}"
 
 
 def rejects_problems(on_error: str, rejects: Path | None) -> Iterator[Problem]:
+    """Yields the problems of the options ``--on-error`` and ``--rejects``."""
     if on_error == "skip" and rejects is None:
         todo = "name a file for the skipped lines"
         yield Problem("--rejects", "is required with --on-error skip", "", todo)
@@ -72,7 +74,7 @@ def rejects_problems(on_error: str, rejects: Path | None) -> Iterator[Problem]:
 
 
 def parse(data: bytes, keys: Sequence[str], kind: Kind) -> Documents:
-    """Parses whole lines. Each key has a text, or a list of texts with a sequence each."""
+    """Parses whole lines. The value of each key is a text, or a list of texts that become a sequence each."""
     found = Documents([[] for _ in keys], [[] for _ in keys])
     read = _plain if kind is Kind.TEXT else _fast_fields(keys)
     lines = data.split(b"\n")
@@ -112,7 +114,7 @@ def _characters(line: bytes) -> str:
 
 
 def _fast_fields(keys: Sequence[str]) -> Callable[[bytes], Fields]:
-    """Parses ordinary lines with simdjson, twice as fast. ``_fields`` handles all others."""
+    """Returns a parser that uses simdjson, twice as fast, for ordinary lines, and ``_fields`` for all others."""
     try:
         import simdjson
     except ImportError:
@@ -121,7 +123,7 @@ def _fast_fields(keys: Sequence[str]) -> Callable[[bytes], Fields]:
 
     def read(line: bytes) -> Fields:
         found = None
-        if not line.startswith(_BOM):  # which simdjson ignores
+        if not line.startswith(_BOM):  # simdjson ignores a byte order mark
             try:
                 parsed = parse(line)
                 if type(parsed) is object_type:

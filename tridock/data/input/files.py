@@ -1,4 +1,4 @@
-"""Finds the files of ``--input``. Nothing in a folder is left out without a message."""
+"""Finds the files of ``--input``. Every file of a folder is read or named in a message."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _COMPRESSED: Final = (".gz", ".bgz", ".zst", ".zstd", ".bz2", ".xz")
 def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind = Kind.JSONL) -> tuple[Source, ...]:
     """Returns the inputs in the order given; the files of a folder or pattern sorted by name, without hidden ones.
 
-    ``kind`` is that of every input but Parquet files. Without it the file name decides; ``default`` is the kind where
-    the name does not tell. Links are followed. Raises :class:`RequestError` with every input that does not exist or
+    ``kind`` applies to every input except Parquet files. Without it the file name decides, and ``default`` applies to
+    names with another suffix. Links are followed. Raises :class:`RequestError` with every input that does not exist or
     cannot be read.
     """
     sources: list[Source] = []
@@ -34,7 +34,7 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind 
             continue
         for path in _files(given, problems):
             try:
-                # Only of files: reading from a pipe would consume it.
+                # Reads only from files: reading from a pipe would consume it.
                 parquet = path.is_file() and compression_of(path) == "parquet"
                 size = path.stat().st_size
             except OSError as error:
@@ -72,7 +72,7 @@ def _files(given: str, problems: list[Problem]) -> list[Path]:
 
 
 def _walk(path: Path, above: tuple[tuple[int, int], ...], problems: list[Problem]) -> Iterator[Path]:
-    """Yields a file, or the files below a folder by name; ``above`` identifies the folders that it is in."""
+    """Yields a file, or the files below a folder sorted by name; ``above`` identifies the folders around it."""
     try:
         status = path.stat()
         inside = sorted(path.iterdir()) if stat.S_ISDIR(status.st_mode) else None
@@ -103,7 +103,7 @@ def _unreadable(path: Path, error: OSError) -> Problem:
 
 
 def kind_of_name(name: str, otherwise: Kind) -> Kind:
-    """Returns the kind by the suffix before that of a compression, or ``otherwise``."""
+    """Returns the kind by the file's suffix, not counting that of a compression, or ``otherwise``."""
     path = Path(name.lower())
     suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if suffix in (".txt", ".text"):

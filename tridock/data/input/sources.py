@@ -23,7 +23,7 @@ from tridock.errors import Problem, RequestError
 _BLOCK: Final = 1 << 18
 _FIRST_LINE: Final = 1 << 20
 _LONGEST_LINE: Final = 256 << 20
-"""A line is held in memory; a small compressed file may have one of many gigabytes."""
+"""Maximum bytes of a line, which must fit in memory: a small compressed file may have one of many gigabytes."""
 TODO_INPUT: Final = "give files, folders or patterns that exist, or - for standard input"
 
 
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def file_name(self) -> str:
-        """The name without its folder."""
+        """Name without its folder."""
         return self.name if self.path is None else printable(self.path.name)
 
 
@@ -55,7 +55,7 @@ def printable(name: str | Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What differs for another file of the same name, and for a file that was written to."""
+    """Identifies a file and its state: differs for another file of the same name, and for a file written to since."""
 
     device: int
     inode: int
@@ -64,8 +64,8 @@ class Identity:
 
     @classmethod
     def of(cls, file: int | Path) -> Identity:
-        """That of an open file, or of the file that has a name now."""
-        found = os.stat(file)  # noqa: PTH116  descriptors too
+        """Returns the identity of an open file, or of the file that now has this path."""
+        found = os.stat(file)  # noqa: PTH116  file descriptors too
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
@@ -110,7 +110,7 @@ class _CountingReader(io.RawIOBase):
         return len(data)
 
     def drain(self) -> None:
-        """Reads what a decompressor left, so that the hash covers the whole file."""
+        """Reads the bytes that a decompressor left, so that the hash covers the whole file."""
         while self.read(1 << 20):
             pass
 
@@ -138,7 +138,7 @@ def read_chunks(number: int, source: Source, keys: Sequence[str], size: int) -> 
 
 
 def first_line(source: Source) -> bytes:
-    """Returns the first line of a file, at most a megabyte of it; b"" for one that is empty or cannot be read."""
+    """Returns the first line of a file, at most a megabyte; b"" for an empty or unreadable file."""
     if source.path is None or not source.path.is_file():
         return b""  # reading from a pipe would consume it
     try:
@@ -180,7 +180,7 @@ def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterato
 def _lines_at(file: int, offset: int, size: int, source: Source, line: int) -> bytes:
     """Returns whole lines from ``offset`` on: at most ``size`` bytes, or one longer line; b"" at the end.
 
-    ``line`` is the number of the first.
+    ``line`` is the number of the first line.
     """
     start = offset
     data = os.pread(file, size, offset)
@@ -206,14 +206,14 @@ def _too_long(source: Source, line: int) -> RequestError:
 
 
 def _newlines(data: bytes) -> int:
-    """``data.count(b"\\n")`` in a third of the time; in blocks, because a line may be long."""
+    """Returns ``data.count(b"\\n")`` in a third of its time; works in blocks, because a line may be long."""
     characters = np.frombuffer(data, np.uint8)
     blocks = range(0, len(data), _BLOCK)
     return sum(int(np.count_nonzero(characters[start : start + _BLOCK] == ord("\n"))) for start in blocks)
 
 
 def lines_of(chunk: Chunk) -> tuple[Identity, int, int]:
-    """Returns file, first byte and size of the lines of a plain chunk."""
+    """Returns the file, first byte and size in bytes of a plain chunk's lines."""
     assert chunk.plain is not None
     return chunk.plain, chunk.offset - len(chunk.data), len(chunk.data)
 
@@ -296,7 +296,7 @@ class _Stream:
     def read(self, size: int) -> Iterator[bytes]:
         raw = io.BufferedReader(self._counted, 1 << 17)
         stream = decompressed(self._source.name, raw)
-        # read1, not read: it returns the bytes before damage first.
+        # read1, not read: it first returns the bytes before any damage.
         step = max(1, min(size, 1 << 18))
         while block := stream.read1(step):
             yield block
@@ -315,7 +315,7 @@ class _Stream:
 
 
 def _standard_input() -> IO[bytes]:
-    # None where the caller closed it.
+    # None if the caller closed it.
     if sys.stdin is None:
         todo = "give it lines, or name files as --input"
         raise RequestError(Problem("standard input", "is closed", "", todo))
@@ -357,7 +357,7 @@ class _Parquet:
         try:
             for batch in self._file.iter_batches(batch_size=batch_size, columns=self._columns):
                 rows = batch.to_pylist()
-                # A value that JSON lacks becomes an object, which is not a text: the row is rejected.
+                # A value that JSON cannot represent becomes an object, which is not a text: the row is rejected.
                 yield b"".join(
                     json.dumps(row, default=lambda value: {"value": repr(value)}).encode() + b"\n" for row in rows
                 )

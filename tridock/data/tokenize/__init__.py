@@ -1,1 +1,1 @@
-"""Tokenizers: trained, loaded, and run on several processes."""
+"""Tokenizers: training, loading, and encoding in several processes."""

@@ -14,8 +14,8 @@ from tridock.data.tokenize.encoders import Encoder, Ids
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Documents of one key: ``tokens`` in the type of the data set, ``lengths`` of the sequences as bytes of int32[S],
-    and the number of ``sequences`` of each document, int64[documents]."""
+    """Documents of one key: ``tokens`` in the data set's type, ``lengths`` of the sequences as the bytes of int32[S],
+    and the number of ``sequences`` per document, int64[documents]."""
 
     tokens: Ids
     lengths: bytes

@@ -1,4 +1,4 @@
-"""Any tokenizer of Hugging Face's: a folder with ``tokenizer.json``, or that file."""
+"""Hugging Face tokenizers: a folder with ``tokenizer.json``, or that file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG: Final = "tokenizer_config.json"
 
 
 class HuggingFaceTokenizer:
-    """An encoder with transformers' ids: special tokens in a text are tokens, and those that it puts around one, too.
+    """An encoder with transformers' ids, including special tokens in a text and those added around it.
 
     A document ends with the ``eos_token`` of ``tokenizer_config.json``, or with ``<|endoftext|>``.
     """
@@ -31,7 +31,7 @@ class HuggingFaceTokenizer:
     accepts_special = True
 
     def __init__(self, path: Path) -> None:
-        """Raises :class:`RequestError` if it cannot be read, or does not say what ends a document."""
+        """Raises :class:`RequestError` if the tokenizer cannot be read, or defines no token that ends a document."""
         from tokenizers import Tokenizer
 
         folder = path if path.is_dir() else path.parent
@@ -68,7 +68,7 @@ class HuggingFaceTokenizer:
         return [np.array(each.ids, np.uint32) for each in found]
 
     def _encode_long(self, text: str) -> Ids:
-        # What is put around a text does not depend on it.
+        # The tokens added around a text do not depend on it.
         (whole,), (inner,) = self._encode(["a"]), self._encode(["a"], around=False)
         before = next(
             start for start in range(len(whole)) if whole[start : start + len(inner)].tolist() == inner.tolist()
@@ -77,7 +77,7 @@ class HuggingFaceTokenizer:
         return np.concatenate([whole[:before], ids, whole[before + len(inner) :]], dtype=ids.dtype, casting="unsafe")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text without special tokens; bytes of a character that is not whole become U+FFFD."""
+        """Returns the text without special tokens; the bytes of an incomplete character become U+FFFD."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 

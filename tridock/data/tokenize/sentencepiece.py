@@ -1,4 +1,4 @@
-"""A tokenizer of SentencePiece's: a ``tokenizer.model``, as of Llama 2, Gemma or T5."""
+"""SentencePiece tokenizers: a ``tokenizer.model``, as of Llama 2, Gemma or T5."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class SentencePieceTokenizer:
     """An encoder with Megatron's ids: the library's own, without a token at the beginning of a text.
 
-    A document ends with the model's end of sentence token. Control tokens that a text spells are text.
+    A document ends with the model's end of sentence token. Control tokens spelled out in a text are plain text.
     """
 
     name = "sentencepiece"

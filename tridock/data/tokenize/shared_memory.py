@@ -1,4 +1,4 @@
-"""Memory that forked processes share: lines go to a worker in it, and token ids come back."""
+"""Shared memory of forked processes: carries lines to a worker, and token ids back."""
 
 import mmap
 import weakref
@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class SlotArrays:
-    """Arrays in a slot, one behind the other: type and number of elements of each."""
+    """Consecutive arrays in a slot, each by its type and number of elements."""
 
     slot: int
     parts: tuple[tuple[str, int], ...]
@@ -56,7 +56,7 @@ class Slots:
         return True
 
     def read_bytes(self, slot: int, size: int) -> bytes:
-        """Returns a copy of what ``write_bytes`` wrote."""
+        """Returns a copy of the ``size`` bytes that ``write_bytes`` wrote."""
         return self._memory[slot * self._size : slot * self._size + size]
 
     def read(self, placed: SlotArrays) -> list[Array]:

@@ -1,4 +1,4 @@
-"""A tokenizer of Megatron's for tiktoken: a JSON list of tokens, each with its rank and its bytes."""
+"""Megatron's tiktoken tokenizers: a JSON list of tokens, each with its rank and its bytes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ PATTERNS: Final = {
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""How texts are split into words, by ``--tiktoken-pattern``."""
+"""Regular expressions that split texts into words, by ``--tiktoken-pattern``."""
 SPECIAL_TOKENS: Final = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-"""Of which every such tokenizer has a token; the first ids."""
+"""Special tokens of every such tokenizer; they have the first ids."""
 VOCAB_SIZE: Final = 1 << 17
 SPECIAL_IDS: Final = 1000
 
 
 class TikTokenizer:
-    """An encoder with Megatron's ids: special tokens come first, and a text that spells one has its token.
+    """An encoder with Megatron's ids: special tokens have the first ids, and are recognized in texts.
 
-    Of the file's tokens, as many are taken as ``vocab_size`` leaves room for. A document ends with ``</s>``.
+    It reads as many of the file's tokens as fit in ``vocab_size``. A document ends with ``</s>``.
     """
 
     name = "tiktoken"
@@ -47,7 +47,7 @@ class TikTokenizer:
         special_ids: int = SPECIAL_IDS,
         vocab_size: int = VOCAB_SIZE,
     ) -> None:
-        """``special_ids``: how many ids are kept for special tokens, in use or not.
+        """``special_ids`` is the number of ids reserved for special tokens.
 
         Raises :class:`RequestError` if the file cannot be read, or has too few tokens.
         """
@@ -74,7 +74,7 @@ class TikTokenizer:
 
 
 def _read(file: Path) -> list[bytes]:
-    """The bytes of each token, by rank; the first 256 are the bytes themselves."""
+    """Returns the bytes of each token, by rank; the first 256 are the single bytes."""
     todo = "name a JSON list of {rank, token_bytes, token_str}; for other tokenizers give HuggingFaceTokenizer"
     try:
         found = json.loads(file.read_bytes())

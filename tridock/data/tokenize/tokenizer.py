@@ -1,4 +1,4 @@
-"""Byte-level BPE as GPT-2's, in ``tokenizer.json`` and in ``vocab.json`` with ``merges.txt``."""
+"""Byte-level BPE like GPT-2's, stored in ``tokenizer.json`` and in ``vocab.json`` with ``merges.txt``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 END_OF_TEXT: Final = "<|endoftext|>"
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_FILES: Final = ("vocab.json", "merges.txt", TOKENIZER)
-"""That ``BytePairTokenizer.save`` writes."""
+"""Files that ``BytePairTokenizer.save`` writes."""
 SMALLEST_VOCABULARY: Final = 257
-"""256 bytes and the end of text."""
+"""256 bytes and the end-of-text token."""
 
 
 _LONGEST_WORD: Final = 1024
-"""In characters. The library's training time grows as the square of the length of a word."""
+"""Maximum characters of a word in training: the library's time grows with the square of a word's length."""
 _LONG_RUN: Final = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD},}}+|(?<!\s)\s{{{_LONGEST_WORD},}}+")
 _LONG_WORD: Final = re.compile(
     "|".join(rf"(?<!{kind}){kind}{{{_LONGEST_WORD},}}+" for kind in (r"\s", r"\d", r"[^\W\d_]", r"[^\w\s]", "_"))
@@ -35,7 +35,7 @@ _LONG_WORD: Final = re.compile(
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """Cuts a text inside its very long words: letters, digits, punctuation or white space without end."""
+    """Yields the pieces of a text, cut inside very long runs of letters, digits, punctuation or white space."""
     start = 0
     if _LONG_RUN.search(text):
         for word in _LONG_WORD.finditer(text):
@@ -46,7 +46,7 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 
 class BytePairTokenizer:
-    """Encodes and decodes without loss.
+    """A byte-level BPE tokenizer; decoding returns the encoded text.
 
     ``<|endoftext|>`` in a text is plain text. After ``accept_special`` it and the other special tokens are tokens.
     """
@@ -54,7 +54,7 @@ class BytePairTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokenizer.encode_special_tokens = True
-        # A model's tokenizer.json may have both, for its own batches. Data is never cut.
+        # A model's tokenizer.json may set truncation and padding for batches. Data must have neither.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -155,7 +155,7 @@ class BytePairTokenizer:
         text = self._tokenizer.to_str(pretty=True)
         model = json.loads(text)["model"]
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
-        # In a folder that exists, which may be the current one, and whose parent may be read-only.
+        # The folder may be the current one, and its parent may be read-only: stage the files inside it.
         place = folder if folder.exists() else folder.parent
         partial = place / f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.part"
         try:
@@ -190,30 +190,30 @@ class BytePairTokenizer:
         return token
 
     def describe(self) -> dict[str, Any]:
-        """Returns ``to_json`` as a dictionary. Takes a tenth of a second for a large vocabulary."""
+        """Returns ``to_json`` as a dictionary. Takes 0.1 s for a large vocabulary."""
         description: dict[str, Any] = json.loads(self.to_json())
         return description
 
     @property
     def sha256(self) -> str:
-        """Hash of what ids depend on: GPT-2's two files and an equivalent ``tokenizer.json`` have the same."""
+        """SHA-256 of everything that ids depend on: GPT-2's two files and an equivalent ``tokenizer.json`` agree."""
         return self.sha256_of(self.describe())
 
     def sha256_of(self, description: dict[str, Any]) -> str:
         """Returns ``sha256`` for the output of ``describe``."""
-        # Special tokens are plain text here, and no token is added to a text. "" and null mean the same.
+        # Special tokens are plain text here, and no token is added to a text. "" and null are equivalent.
         added = [token for token in description["added_tokens"] if not token["special"]]
         model = {name: value for name, value in description["model"].items() if value}
         content = [added, model, description["normalizer"], description["pre_tokenizer"], self.end_of_text]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without an end of text."""
+        """Returns the ids of a text, without an end-of-text token."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``encode`` for many texts, on all cores."""
+        """Returns the ids of each text; uses all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -223,7 +223,7 @@ class BytePairTokenizer:
 
 
 def open_tokenizer(vocab_file: Path, merge_file: Path | None) -> BytePairTokenizer:
-    """Opens GPT-2's two files, or a ``tokenizer.json`` as ``vocab_file``."""
+    """Opens GPT-2's two files, or a ``tokenizer.json`` given as ``vocab_file``."""
     if merge_file is not None:
         return BytePairTokenizer.from_gpt2(vocab_file, merge_file)
     if _is_tokenizer_json(vocab_file):

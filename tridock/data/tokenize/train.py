@@ -111,7 +111,7 @@ def _documents(request: Request, chunk: Chunk, done: Trained, rejects: _Rejects)
 
 
 class _Rejects:
-    """Collects rejected lines; without a file each is an error. A context manager."""
+    """A context manager that writes rejected lines to a file; without a file, a rejected line is an error."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -25,12 +25,12 @@ from tridock.errors import Problem, RunError, TridockError
 
 _PR_SET_PDEATHSIG: Final = 1
 _SLOT_BYTES: Final = 6 << 20
-"""Larger than a chunk and its tokens; a very long line and its tokens go through a pipe."""
+"""Bytes of a slot, more than a chunk and its tokens need; a very long line and its tokens go through a pipe."""
 _SEND_S: Final = 3e-4
-"""Processor time of sending a chunk to a worker and of receiving the result."""
+"""Processor seconds to send a chunk to a worker and to receive the result."""
 _SMALL: Final = 16 << 10
 _TRIES: Final = 8
-"""Small chunks that show how fast the encoder is; the first may load something."""
+"""Number of small chunks that measure the encoder's speed; the first may include loading time."""
 _recipe: Recipe
 _slots: Slots
 Result = tuple[Encoded, SlotArrays | None]
@@ -40,14 +40,14 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Ge
     """Yields each chunk with its documents; None for a chunk without lines, or with a truncated line.
 
     With one worker this process encodes. At most two chunks per worker are in flight. Workers read the lines of
-    uncompressed files themselves; what costs less than to send it, such as a small file, is encoded here. Close it to
-    end the workers.
+    uncompressed files themselves; this process encodes chunks that take longer to send than to encode, such as small
+    files. Closing the generator ends the workers.
     """
     if workers == 1:
         for chunk in chunks:
             yield chunk, None if _has_no_lines(chunk) else recipe.encode(chunk.data, chunk.source.kind)
         return
-    # For the chunks in flight, and a few whose tokens are being written and hashed.
+    # Slots for the chunks in flight, and for a few whose tokens are being written and hashed.
     slots = Slots(2 * workers + 4, _SLOT_BYTES)
     pool: list[_Worker] = []
     in_flight: deque[_Task] = deque()
@@ -61,7 +61,7 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Ge
         while in_flight:
             yield _result(in_flight.popleft(), slots)
     finally:
-        # Killed, so that nothing, not even a second Ctrl-C, has to wait for them: no result is of use now.
+        # Kills the workers, whose results are useless now: nothing, not even a second Ctrl-C, has to wait for them.
         for worker in pool:
             worker.process.kill()
         for worker in pool:
@@ -69,7 +69,7 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Ge
 
 
 class _Here:
-    """Encodes small chunks in this process, if the encoder has proved to be fast enough."""
+    """Encodes small chunks in this process, once the encoder has proved fast enough."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -97,7 +97,7 @@ class _Worker:
     """A forked process that runs one call after another."""
 
     def __init__(self, recipe: Recipe, slots: Slots) -> None:
-        # Fork, so that the tokenizer is shared. No thread of Tridock runs yet, and no worker uses a library's threads.
+        # Forks, to share the tokenizer. Tridock has no other thread yet, and no worker uses a library's threads.
         context = multiprocessing.get_context("fork")
         self._connection, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, recipe, slots, os.getpid()), daemon=True)
@@ -106,9 +106,9 @@ class _Worker:
         self.pending: deque[_Task] = deque()
 
     def call(self, task: "_Task", large: bool, function: Callable[..., Result], *arguments: object) -> None:
-        """Sends a call. A small one never waits; before a large one the results are received.
+        """Sends a call to the worker, and receives pending results before a ``large`` one.
 
-        Otherwise the worker might wait for this process to receive, and this process for the worker.
+        Otherwise this process and the worker could wait for each other. A small call never blocks.
         """
         while large and self.pending:
             self.receive()
@@ -148,10 +148,11 @@ def _killed_is_an_error() -> Iterator[None]:
 
 
 def _start_workers(start: Callable[[], None]) -> None:
-    """Calls ``start``. Delays Ctrl-C until all workers run.
+    """Calls ``start``, and delays Ctrl-C until all workers run.
 
-    Or it would be lost: an exception in a function that Python calls around a fork is only printed. Blocking the signal
-    does not help, because a library's thread gets it then, and Python still raises it in the main thread.
+    Without this Ctrl-C could be lost: Python only prints an exception raised in a function that it calls around a fork.
+    Blocking the signal does not help: a library's thread would get it, and Python would still raise it in the main
+    thread.
     """
     received: list[tuple[int, FrameType | None]] = []
     in_main_thread = threading.current_thread() is threading.main_thread()  # only it handles signals
@@ -208,7 +209,7 @@ def _result(task: _Task, slots: Slots) -> tuple[Chunk, Encoded | None]:
 
 
 def _serve(connection: Connection, recipe: Recipe, slots: Slots, parent: int) -> None:
-    """Runs in a worker: answers calls. Ignores Ctrl-C, and dies with its parent."""
+    """Answers calls in a worker. Ignores Ctrl-C, and dies with its parent."""
     global _recipe, _slots
     _recipe, _slots = recipe, slots
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -223,7 +224,7 @@ def _serve(connection: Connection, recipe: Recipe, slots: Slots, parent: int) ->
             result = function(*arguments)
         except Exception as error:
             if not isinstance(error, TridockError):
-                error.add_note(traceback.format_exc())  # the place, which does not travel
+                error.add_note(traceback.format_exc())  # the traceback is not sent with the exception
             result = error
         connection.send(result)
 

@@ -1,11 +1,11 @@
-"""What the planner predicts of an iteration's time beside what was published (``make bench-planner``)."""
+"""What the planner predicts of an iteration's time and of memory beside what was published (``make bench-planner``)."""
 
 from __future__ import annotations
 
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.experiments import with_fields
+from tests.planner.programs import planned_as, recomputed_share
 from tridock.experiment.flops import model_flops_per_token
 from tridock.gpus import GPUS
+from tridock.layout.shape import least_bytes, total_bytes
 from tridock.plan import Assessment, Assumptions, assess
+from tridock.plan.memory import GIB, OVERHEAD
 from tridock.yaml_text import parse_yaml
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "planner-times.yaml"
@@ -24,6 +27,23 @@ RANKED = 6
 """Layouts of one model from which on their order is compared."""
 _OWN = ("model", "gpus", "slots", "measured", "memory")
 _BASE: dict[str, Any] = {"name": "published", "data": {"data_path": "data/x"}, "train": {"train_iters": 1}}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The fullest rank's, in GiB."""
+
+    verdict: str
+    planned: float
+    """The upper end of what was measured."""
+    least: float
+    measured: float | None
+    gpu: float
+
+    @property
+    def error(self) -> float:
+        assert self.measured is not None
+        return self.planned / self.measured - 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +55,7 @@ class Compared:
     predicted: float
     measured: float
     tokens: int
-    fits: bool
+    memory: Memory
 
     @property
     def error(self) -> float:
@@ -57,13 +77,15 @@ def planned(table: Mapping[str, Any], row: Mapping[str, Any]) -> Assessment:
     fields = {name: value for name, value in row.items() if name not in _OWN}
     slots = min(row.get("slots", 8), row["gpus"])
     nodes = {f"node-{number}": range(slots) for number in range(row["gpus"] // slots)}
+    gpu = replace(GPUS[table["gpu"]], **table.get("gpu_fields", {}))
     assumed = Assumptions(
-        GPUS[table["gpu"]],
+        gpu,
         table.get("network_gbit"),
         attention=table.get("attention", "fused"),
         overlaps=table.get("overlaps", True),
     )
-    return assess(with_fields(_BASE, fields), nodes, table["name"], assumed)
+    with planned_as(table.get("program")):
+        return assess(with_fields(_BASE, fields), nodes, table["name"], assumed)
 
 
 def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
@@ -74,8 +96,25 @@ def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
     assert plan is not None
     label = f"{plan.layout} mbs {plan.micro_batch_size} gbs {plan.global_batch_size}"
     measured = _seconds(table["unit"], row["measured"], row["gpus"], assessed)
-    fits = assessed.verdict != "no-fit"
-    return Compared(str(row["model"]), label, cost.estimate.iteration, measured, cost.tokens, fits)
+    repeated = recomputed_share(table.get("program"), assessed.experiment)
+    predicted = cost.estimate.iteration - (1 - repeated) * cost.estimate.recomputed
+    return Compared(str(row["model"]), label, predicted, measured, cost.tokens, memory_of(table, row, assessed))
+
+
+def memory_of(table: Mapping[str, Any], row: Mapping[str, Any], assessed: Assessment) -> Memory:
+    stage, kind = assessed.worst, table.get("memory_is", "used")
+    left_out = {"used": (), "reserved": ("CUDA context", "NCCL"), "allocated": OVERHEAD}[kind]
+    counted = [term for term in stage.terms if term.name not in left_out]
+    planned, least = total_bytes(counted) / GIB, least_bytes(counted) / GIB
+    assert stage.limit_bytes is not None
+    verdict = "unknown" if "memory_unknown" in table else assessed.verdict
+    return Memory(verdict, planned, least, row.get("memory"), stage.limit_bytes / GIB)
+
+
+def ran_out(table: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Assessment]]:
+    """The published rows that ran out of memory, and their plans."""
+    rows = [dict(zip(table["columns"], values, strict=True)) for values in table.get("out_of_memory", ())]
+    return [(row, planned(table, {**table["fields"], **row})) for row in rows]
 
 
 def _seconds(unit: str, value: float, gpus: int, assessed: Assessment) -> float:
@@ -124,32 +163,53 @@ def median_error(rows: Sequence[Compared]) -> float:
 
 def main(names: Sequence[str]) -> int:
     console, every = Console(), []
-    for table in tables():
-        if names and not any(name in table["name"] for name in names):
-            continue
+    wanted = [table for table in tables() if not names or any(name in table["name"] for name in names)]
+    for table in wanted:
         rows = compared(table)
         every += rows
         console.print(_shown(table, rows))
         bias = statistics.median(row.error for row in rows)
         console.print(f"median error {median_error(rows):.1%}, {bias:+.1%} with its sign")
+        if known := [row.memory.error for row in rows if row.memory.measured is not None]:
+            console.print(
+                f"memory: median error {statistics.median(map(abs, known)):.1%},"
+                f" {statistics.median(known):+.1%} with its sign, {min(known):+.1%} to {max(known):+.1%}"
+            )
         for model, count, correlation, regret in rankings(rows):
             console.print(f"{model}: {count} layouts, Spearman {correlation:.2f}, first choice {regret:.1%} slower")
         console.print()
     if every:
-        refused = sum(not row.fits for row in every)
+        refused = sum(row.memory.verdict == "no-fit" for row in every)
         console.print(
             f"{len(every)} rows: median error {median_error(every):.1%}; {refused} called no-fit, all of which ran"
         )
+    if known := [row.memory for row in every if row.memory.measured is not None]:
+        full = [memory for memory in known if (memory.measured or 0) > 0.9 * memory.gpu]
+        fit = sum(memory.verdict == "fits" for memory in full)
+        error = statistics.median(abs(memory.error) for memory in known)
+        console.print(f"memory of {len(known)}: median error {error:.1%}; {fit} of {len(full)} above 90 % called fits")
+    if out := [plan.verdict for table in wanted for _, plan in ran_out(table)]:
+        console.print(f"{len(out)} ran out of memory: {out.count('fits')} called fits, {out.count('tight')} tight")
     return 0
 
 
 def _shown(table: Mapping[str, Any], rows: Sequence[Compared]) -> Table:
     shown = Table(title=f"{table['name']} ({table['use']})", caption=table["source"], title_justify="left")
-    for name in ("model", "layout", "predicted", "measured", "error"):
+    for name in ("model", "layout", "predicted", "measured", "error", "GiB", "measured"):
         shown.add_column(name, justify="left" if name in ("model", "layout") else "right")
     for row in rows:
-        error = f"{row.error:+.1%}" + ("" if row.fits else " (no-fit)")
-        shown.add_row(row.model, row.label, f"{row.predicted:.3f} s", f"{row.measured:.3f} s", error)
+        error = f"{row.error:+.1%}" + (" (no-fit)" if row.memory.verdict == "no-fit" else "")
+        memory = row.memory
+        gib = "" if memory.measured is None else f"{memory.measured:g}"
+        shown.add_row(
+            row.model,
+            row.label,
+            f"{row.predicted:.3f} s",
+            f"{row.measured:.3f} s",
+            error,
+            f"{memory.least:.1f} to {memory.planned:.1f}",
+            gib,
+        )
     return shown
 
 

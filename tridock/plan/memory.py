@@ -50,7 +50,7 @@ TIGHT: Final = 0.8
 GIB: Final = 2**30
 _LASTING: Final = ("weights", "gradients", "optimizer states", "start-up")
 """Terms that are not temporary within a step."""
-_OVERHEAD: Final = ("CUDA context", "NCCL", "fragmentation")
+OVERHEAD: Final = ("CUDA context", "NCCL", "fragmentation")
 """Terms that no tensor accounts for."""
 
 
@@ -96,7 +96,7 @@ class StageMemory:
 
 def tensor_bytes(terms: Iterable[Term]) -> int:
     """Returns the most that torch allocates."""
-    return total_bytes(term for term in terms if term.name not in _OVERHEAD)
+    return total_bytes(term for term in terms if term.name not in OVERHEAD)
 
 
 def memory_of_stage(

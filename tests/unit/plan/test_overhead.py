@@ -11,8 +11,7 @@ from tridock.gpus import GPUS
 from tridock.plan import Assumptions, assess
 from tridock.plan.memory import GIB, StageMemory
 
-# In fp16, as engine megatron-deepspeed keeps its states; the later ones summed gradients in fp32.
-RUNS = ("bloom-181b-feb-21", "bloom-181b-feb-25", "bloom-200b")
+RUNS = ("bloom-181b-feb-21", "bloom-181b-feb-25", "bloom-200b", "bloom-176b")
 ZERO3: dict[str, Any] = {
     "name": "zero3",
     "engine": "megatron-deepspeed",
@@ -42,7 +41,7 @@ def published() -> list[tuple[StageMemory, float]]:
 
 def test_the_upper_end_is_what_large_pipelines_were_seen_to_use() -> None:
     errors = [stage.total_bytes / GIB / seen - 1 for stage, seen in published()]
-    assert len(errors) > 30
+    assert len(errors) > 40
     assert abs(statistics.median(errors)) < 0.03
     assert statistics.median(map(abs, errors)) < 0.05
     assert max(map(abs, errors)) < 0.12

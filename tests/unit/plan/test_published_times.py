@@ -1,26 +1,26 @@
-"""The estimate of an iteration's time against published runs (tests/data/planner-times.yaml)."""
+"""The estimates of an iteration's time and of memory against published runs (tests/data/planner-times.yaml)."""
 
 import statistics
 from functools import cache
 
 import pytest
 
-from tests.planner.compare import Compared, compared, median_error, planned, rankings, spearman, tables
+from tests.planner.compare import Compared, compared, median_error, ran_out, rankings, spearman, tables
 
+NAMES = [table["name"] for table in tables()]
 HELD_OUT = [table["name"] for table in tables() if table["use"] == "held out"]
 KNOWN = {
     "mt-nlg-530b": 0.25,  # a run with its own stalls: 126 TFLOP/s where the same layout reached 171 a year before
-    "torchtitan-8b": 0.35,  # H100 with HBM2e and 500 W, and partial recomputation
+    "torchtitan-8b": 0.18,  # H100 with 500 W, whose clock nobody published; two rows without compiled kernels
 }
 """Tables whose median error is above the limit."""
 DISORDERED = {
     ("hagemann-2023", "13B on 64"): (0.80, 0.25),
     ("hagemann-2023", "13B on 32"): (0.45, 0.11),
-    ("hagemann-2023", "30B on 256"): (0.80, 0.06),
+    ("hagemann-2023", "30B on 256"): (0.90, 0.06),
 }
 """Models whose layouts come in the wrong order: the least correlation, and how much slower the first choice is. The
-program keeps gradients in bf16, for which engine megatron-core has no field: with half the bytes the first choice is
-right in the first two."""
+program's time grows with the micro-batch in a pipeline that recomputes, for which no cause was found in its source."""
 LIMIT = 0.155
 
 
@@ -29,7 +29,7 @@ def rows_of(name: str) -> list[Compared]:
     return compared(next(table for table in tables() if table["name"] == name))
 
 
-@pytest.mark.parametrize("name", [table["name"] for table in tables()])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_median_error_of_a_table(name: str) -> None:
     error = median_error(rows_of(name))
     assert error <= KNOWN.get(name, LIMIT)
@@ -55,24 +55,23 @@ def test_the_order_of_layouts_and_the_first_choice() -> None:
 
 
 def test_what_ran_is_not_refused() -> None:
-    """Except four tables: torchtitan recomputed every other layer, for which there is no field; Llama 3's interleaving
-    is not published, and with ours its activations take 69 GiB; Hagemann's program keeps gradients in bf16."""
-    refused = {table["name"] for table in tables() if not all(row.fits for row in rows_of(table["name"]))}
-    assert refused == {"torchtitan-8b", "torchtitan-70b", "llama-3-405b", "hagemann-2023"}
+    """Except one layout: Hagemann's 65B with TP8 PP4 and four samples at a time, of which the plan has 81.5 GiB of
+    tensors. With 19 layers on the first stage instead of 20 it fits; how the program split them is not published."""
+    refused = [(name, row.label) for name in NAMES for row in rows_of(name) if row.memory.verdict == "no-fit"]
+    assert refused == [("hagemann-2023", "TP8 PP4 DP2 mbs 4 gbs 2048")]
 
 
 def test_what_ran_out_of_memory_is_not_called_fits() -> None:
-    """But for samples of 8,192 tokens, two and more at a time, of a program that keeps all logits in fp32."""
-    called = [
-        (row["model"], row["batch.micro_batch_size"], plan.verdict)
-        for table in tables()
-        for row in (dict(zip(table["columns"], values, strict=True)) for values in table.get("out_of_memory", ()))
-        for plan in [planned(table, {**table["fields"], **row})]
-    ]
-    assert len(called) > 200
-    fit = [(model, micro) for model, micro, verdict in called if verdict == "fits"]
-    assert all("8k" in model and micro > 1 for model, micro in fit)
-    assert len(fit) <= 16
+    verdicts = [plan.verdict for table in tables() for _, plan in ran_out(table)]
+    assert len(verdicts) > 200
+    assert "fits" not in verdicts
+
+
+def test_the_median_error_of_memory() -> None:
+    errors = [row.memory.error for name in NAMES for row in rows_of(name) if row.memory.measured is not None]
+    assert len(errors) > 80
+    assert statistics.median(map(abs, errors)) <= 0.04
+    assert abs(statistics.median(errors)) <= 0.04
 
 
 def test_a_rank_correlation() -> None:

@@ -1,0 +1,152 @@
+"""Programs of published tables that keep or send something else than Tridock's engines, each with its source.
+
+A table names its program (``program:``); the planner then plans with it instead of the engine of the experiment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final
+from unittest import mock
+
+from tridock import engines
+from tridock.engines import Engine
+from tridock.engines.megatron_core.engine import MegatronCore
+from tridock.engines.megatron_lm.engine import MegatronLM
+from tridock.engines.torch.engine import Torch
+from tridock.experiment import Experiment
+from tridock.layout.activations import Sizes, head_inputs, sizes_of
+from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States, Term, layers_of_stage
+from tridock.layout.traffic import Sent, all_gather, all_reduce
+
+
+class Scaling(MegatronCore):
+    """Aleph Alpha's program, with which Hagemann et al. measured (Aleph-Alpha/scaling, ``src/scaling``).
+
+    - Gradients have the weights' format, from the first backward pass to the optimizer step
+      (``core/optimizer/parameter_group.py``). They are all-reduced in fp32, through buckets of 5e8 elements
+      (``core/optimizer/allreduce.py``); the updated weights are gathered.
+    - The output layer gathers the logits of the whole vocabulary on every tensor parallel rank
+      (``ColumnParallelLinear`` without ``parallel_output``), and the loss has them in fp32
+      (``transformer/model/losses/cross_entropy.py``).
+    - A stage keeps its outputs in the pipeline's buffers, the last one the logits
+      (``core/nn/parallel_module/parallel_module.py``).
+    - SwiGLU is not fused (``core/nn/mlp.py``).
+    """
+
+    _BUCKET: Final = 500_000_000
+
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+        short, count = FORMAT_BYTES[experiment.precision], weights.total
+        owned = -(-count // shape.data)
+        # A bucket in both formats; afterwards the gradient of the own part in fp32.
+        table = max(weights.embedding, weights.head)
+        bucket = (short + 4) * min(count, self._BUCKET + table) if shape.data > 1 else 0
+        return States(short * count, 0, 12 * owned, short * count, workspace=max(bucket, 4 * owned))
+
+    def sizes(self, experiment: Experiment, device: Device) -> Sizes:
+        return sizes_of(experiment, device, swiglu=4)
+
+    def head_bytes(self, experiment: Experiment, sizes: Sizes, _runs_in_flight: int) -> float:
+        """In the backward pass: the logits, their softmax's logarithm, and the gradients of both."""
+        logits = sizes.tokens * self.rows_of_vocabulary(experiment)
+        return head_inputs(sizes) + logits * (sizes.short + 4 + 4 + 4)
+
+    def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
+        parallel, weights = experiment.parallel, self.parameters(experiment, stage).total
+        short = FORMAT_BYTES[experiment.precision]
+        logits = short * self.sizes(experiment, "cuda").tokens * self.rows_of_vocabulary(experiment)
+        last = stage == parallel.pipeline_model_parallel_size - 1
+        return replace(
+            super().sent(experiment, shape, stage),
+            gradient_bytes=all_reduce(shape.data, 4 * weights) + all_gather(shape.data, short * weights),
+            tensor_bytes=all_gather(parallel.tensor_model_parallel_size, logits) if last else 0.0,
+        )
+
+    def summed_bytes(self, experiment: Experiment) -> float:
+        return 3.0 * FORMAT_BYTES[experiment.precision]
+
+
+class MegatronDeepSpeedBf16(MegatronLM):
+    """BLOOM's fork of Megatron-DeepSpeed, in bf16 (``deepspeed/runtime/bf16_optimizer.py``).
+
+    Gradients are summed in fp32 on every rank (``fp32_groups_gradients_flat``); those in bf16 stay too, because the
+    pipeline does not clear them (``pipe/engine.py``: ``update_hp_grads(clear_lp_grads=False)``).
+    """
+
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+        found = super().states(experiment, weights, shape, device)
+        return replace(found, gradients=4 * weights.total + found.passing, passing=0)
+
+
+class Torchtitan(Torch):
+    """PyTorch's own trainer (pytorch/torchtitan at 9dec370, with which its first table was measured).
+
+    - Tensor parallelism is sequence parallel too (``parallelisms/parallelize_llama.py``, ``apply_tp``).
+    - ``checkpoint_activations`` recomputes layers; ``selective``, of which the source is ``_save_list`` in the same
+      file, keeps what attention and every second matrix product give: those of queries and values, the first matrix of
+      the MLP and its last one.
+    - The loss has all logits in fp32; the output of the model is freed before the backward pass (``train.py``).
+    """
+
+    def __init__(self, *, selective: bool) -> None:
+        self._selective = selective
+
+    def sizes(self, experiment: Experiment, device: Device) -> Sizes:
+        found, tensor = super().sizes(experiment, device), experiment.parallel.tensor_model_parallel_size
+        shared = {name: getattr(found, name) / tensor for name in ("between", "residual", "norm", "inputs", "dropout")}
+        return replace(found, **shared)
+
+    def head_bytes(self, experiment: Experiment, sizes: Sizes, _runs_in_flight: int) -> float:
+        """In the backward pass: the softmax's logarithm, and the gradients of it and of the logits."""
+        rows = self.rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
+        return head_inputs(sizes) + 3 * sizes.tokens * rows * 4
+
+    def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
+        terms = super().activation_terms(experiment, stage, accumulation, device)
+        if self._selective:
+            sizes, model = self.sizes(experiment, device), experiment.model
+            values = sizes.heads * model.key_size / model.attention_size
+            tensor = experiment.parallel.tensor_model_parallel_size
+            scattered = 2 * sizes.between if tensor > 1 else 0.0
+            kept = sizes.heads + values + sizes.heads + sizes.attention + sizes.ffn + sizes.hidden + scattered
+            layers = layers_of_stage(experiment, stage)
+            terms.append(Term("outputs of operations", round(layers * kept), "selective activation checkpointing"))
+        return terms
+
+    def recomputed_share(self, experiment: Experiment) -> float:
+        """The share of a layer's forward FLOPs that the backward pass repeats."""
+        if not self._selective:
+            return 1.0
+        model = experiment.model
+        wide, keys, ffn = model.attention_size, model.key_size, model.ffn_size
+        products = 2 * wide + 2 * keys + 3 * ffn  # for each number of a hidden state
+        attention = model.seq_length * wide / model.hidden_size  # causal
+        return (keys + wide + ffn) / (products + attention)
+
+
+PROGRAMS: Final[Mapping[str, Engine]] = {
+    "scaling": Scaling(),
+    "megatron-deepspeed, bf16": MegatronDeepSpeedBf16(),
+    "torchtitan": Torchtitan(selective=False),
+    "torchtitan, selective": Torchtitan(selective=True),
+}
+
+
+def recomputed_share(program: str | None, experiment: Experiment) -> float:
+    """How much of the recomputation that the planner counts the program does."""
+    found = PROGRAMS.get(program or "")
+    return found.recomputed_share(experiment) if isinstance(found, Torchtitan) else 1.0
+
+
+@contextmanager
+def planned_as(program: str | None) -> Iterator[None]:
+    """Plans every experiment of the program's engine as that program."""
+    if program is None:
+        yield
+        return
+    found = PROGRAMS[program]
+    with mock.patch.dict(engines.ENGINES, {found.name: found}):  # type: ignore[arg-type]
+        yield

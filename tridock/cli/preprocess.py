@@ -183,7 +183,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     )
     files = [_tokenizer_file(arguments), arguments.merge_file, *[source.path for source in sources]]
     read = [path / TOKENIZER if path.is_dir() else path for path in files if path is not None]
-    check_outputs(request.outputs, read)
+    check_outputs(request.outputs, read, build_folder(request.output_prefix))
     try:
         with progress_bar("tokenizing", arguments.log_interval, quiet=arguments.quiet) as progress:
             done = preprocess(request, progress)

@@ -7,14 +7,19 @@ from pathlib import Path
 from tridock.errors import Problem, RequestError
 
 
-def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -> None:
-    """Raises :class:`RequestError` with every problem. Each output is a path with the option that names it."""
+def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path], work: Path | None = None) -> None:
+    """Raises :class:`RequestError` with every problem. Each output is a path with the option that names it.
+
+    ``work`` is the folder of the run's unfinished work.
+    """
     read = {os.path.realpath(path) for path in inputs}
     written: set[str] = set()
     problems: list[Problem] = []
     for option, path in outputs:
         place = os.path.realpath(path)
-        if path.exists() and not path.is_file():
+        if work is not None and Path(place).is_relative_to(os.path.realpath(work)):
+            what = "is in the folder of the run's unfinished work"
+        elif (path.exists() and not path.is_file()) or _is_of_a_process(path):
             what = "is a folder, device or pipe, not a file"
         elif place in read:
             what = "would overwrite an input"
@@ -26,3 +31,9 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
         problems.append(Problem(option, what, str(path), "name another file"))
     if problems:
         raise RequestError(problems)
+
+
+def _is_of_a_process(path: Path) -> bool:
+    """Whether a name, such as /dev/stdout, stands for a file that a process has open."""
+    folder = path.parent.resolve()
+    return folder in (Path("/dev"), Path("/proc")) or Path("/proc") in folder.parents

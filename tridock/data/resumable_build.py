@@ -211,8 +211,11 @@ class ResumableBuild:
                 raise _lost(bin_path(prefix))
         if rejects is not None:
             partial = rejects.with_name(f".{rejects.name}.part")
-            shutil.copyfile(self.folder / "rejects", partial)
-            partial.replace(rejects)
+            try:
+                shutil.copyfile(self.folder / "rejects", partial)
+                partial.replace(rejects)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.folder)

@@ -161,20 +161,28 @@ def test_an_input_that_somebody_writes_to(tokenizer: BytePairTokenizer, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_an_input_that_is_replaced_while_workers_read_it(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_input_that_is_replaced(
+    tokenizer: BytePairTokenizer, tmp_path: Path, workers: int, compressed: bool
+) -> None:
+    def content(text: str) -> bytes:
+        return gzip.compress(lines(*[text] * 10_000)) if compressed else lines(*[text] * 10_000)
+
     source = tmp_path / "a.jsonl"
-    source.write_bytes(lines(*["four"] * 10_000))
+    source.write_bytes(content("four"))
     status = source.stat()
 
     def replace(_: module.Done) -> None:
         other = tmp_path / "other"
-        other.write_bytes(lines(*["ruof"] * 10_000))
+        other.write_bytes(content("ruof"))
         os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
         other.replace(source)
 
-    wanted = request(tokenizer, tmp_path / "out", source, workers=2, chunk_bytes=20_000)
+    wanted = request(tokenizer, tmp_path / "out", source, workers=workers, chunk_bytes=20_000)
     changed = f"{source}: changed while it was read; stop all writers, and start from the beginning"
     assert message(lambda: preprocess(wanted, replace)) == changed
+    assert message(lambda: preprocess(wanted, lambda _: source.unlink(missing_ok=True))) == changed
 
 
 def test_a_file_cut_short_stops_too(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:

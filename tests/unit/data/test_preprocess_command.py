@@ -108,17 +108,24 @@ def test_outputs_replace_no_input_and_no_device(folder: Path, capsys: pytest.Cap
     os.mkfifo(".pipe")
     (folder / "o_text_document.json").write_text("{}")
     lines = Path("a.jsonl").read_bytes()
+    (folder / "redirected").touch()
+    # As /dev/stdout where the output goes to a file: the link must not be replaced, and neither must the file.
+    opened = os.open("redirected", os.O_RDWR)
+    fd = f"/dev/fd/{opened}"
     for more, problem in (
         ([*skip, "./a.jsonl"], "--rejects: would overwrite an input; got a.jsonl"),
         ([*skip, "link"], "--rejects: would overwrite an input; got link"),
         ([*skip, "t/merges.txt"], "--rejects: would overwrite an input; got t/merges.txt"),
         ([*skip, "o_text_document.bin"], "--rejects: would overwrite another output; got o_text_document.bin"),
         ([*skip, ".pipe"], "--rejects: is a folder, device or pipe, not a file; got .pipe"),
+        ([*skip, fd], f"--rejects: is a folder, device or pipe, not a file; got {fd}"),
+        ([*skip, ".o.unfinished"], "--rejects: is in the folder of the run's unfinished work; got .o.unfinished"),
         (["--input", "."], "--output-prefix: would overwrite an input; got o_text_document.json"),
     ):
         assert main(gpt2(*more)) == 2
         assert capsys.readouterr().err.splitlines()[-1] == f"{problem}; name another file"
     train = ["data", "train-tokenizer", "--input", "a.jsonl", "--vocab-size", "300", "--output", "t", *skip]
+    os.close(opened)
     assert main([*train, "t/vocab.json"]) == 2
     expected = "--rejects: would overwrite another output; got t/vocab.json; name another file\n"
     assert capsys.readouterr().err == expected

@@ -173,6 +173,16 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(tokenizer: BytePairTokenize
         assert (tmp_path / f"w{name}").read_bytes() == (tmp_path / f"expected{name}").read_bytes()
 
 
+def test_rejects_that_cannot_be_written_leave_no_copy(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    source, rejects = tmp_path / "a.jsonl", tmp_path / "r"
+    source.write_bytes(lines("four") + b"{\n")
+    wanted = request(tokenizer, tmp_path / "w", source, rejects=rejects)
+    assert "w: cannot be written; got Is a directory; " in message(
+        lambda: preprocess(wanted, lambda _: rejects.mkdir(exist_ok=True))
+    )
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".w.unfinished"]
+
+
 def test_what_cannot_be_resumed(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(lines(*["four"] * 50))

@@ -169,8 +169,7 @@ def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterato
                 line, offset = line + lines, offset + len(data)
                 content.update(data)
                 yield Chunk(source, number, first, data, lines, offset, content.mark(), offset, plain=before)
-            if Identity.of(file.fileno()) != before:
-                raise changed(source)
+            _check_unchanged(source, file.fileno(), before)
     except OSError as error:
         raise _unreadable(source, error) from None
     facts = Input(name=source.file_name, bytes=offset, sha256=content.hexdigest())
@@ -232,6 +231,17 @@ def read_again(source: Source, identity: Identity, offset: int, size: int) -> by
     if not same:
         raise changed(source)
     return data
+
+
+def _check_unchanged(source: Source, opened: int, before: Identity) -> None:
+    """Raises :class:`RequestError` if the open file was written to, or if another one has its name now."""
+    assert source.path is not None
+    try:
+        same = Identity.of(opened) == before == Identity.of(source.path)
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise changed(source)
 
 
 def changed(source: Source) -> RequestError:
@@ -306,8 +316,8 @@ class _Stream:
 
     def facts(self) -> Input:
         self._counted.drain()
-        if self._before is not None and Identity.of(self._opened.fileno()) != self._before:
-            raise changed(self._source)
+        if self._before is not None:
+            _check_unchanged(self._source, self._opened.fileno(), self._before)
         if self._source.path is not None:
             self._opened.close()
         digest = self._counted.digest.hexdigest()

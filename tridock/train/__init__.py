@@ -1,1 +1,1 @@
-"""Code that runs on the ranks: engine ``torch``, a compact GPT under DDP or DeepSpeed's ZeRO."""
+"""Code that runs on the ranks: the training loop, and the programs of all engines."""

@@ -1,7 +1,7 @@
 """A short all-reduce over all slots of some nodes, to test their network before a run.
 
 ``python -P -m tridock.train.allreduce --node-rank N --world BASE64 …`` on each node imports torch once and forks the
-ranks. It prints one JSON object a line: rank 0's result, or the error of a rank. Nothing outlives ``--limit`` seconds.
+ranks. It prints one JSON object per line: rank 0's result, or a rank's error. No process outlives ``--limit`` seconds.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def _fork(measure: Callable[[int, int, timedelta], object], rank: int, slot: int
 
 def _rank(measure: Callable[[int, int, timedelta], object], rank: int, slot: int, why: str) -> int:
     """Measures, and prints the result or the error, followed by ``why``; returns the exit code."""
-    # Imported before the time that is left is read: on a busy machine that takes seconds, too.
+    # Imported before the remaining time is read: on a busy machine the import takes seconds, too.
     from tridock.train.rank import device  # noqa: F401
     from tridock.train.rank.collective_errors import reason
 
@@ -114,7 +114,7 @@ def join(rank: int, slot: int, timeout: timedelta) -> tuple[Any, str]:
 
 
 def _measure(rank: int, slot: int, timeout: timedelta, nodes: int) -> object:  # noqa: ARG001  of other measures
-    """Joins the group, sums, checks the sum. Bandwidth is nccl-tests' ``busbw``: 2 (n - 1) / n x bytes / seconds."""
+    """Sums over all ranks and checks the sum. Bandwidth is nccl-tests' ``busbw``: 2 (n - 1) / n x bytes / seconds."""
     import torch
     import torch.distributed as dist
 
@@ -147,7 +147,7 @@ def _measure(rank: int, slot: int, timeout: timedelta, nodes: int) -> object:  #
 
 
 def _device_of(slot: int) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for a slot, within the node's own; empty for a slot beyond those."""
+    """Returns the value of CUDA_VISIBLE_DEVICES for a slot, within the node's own; empty for a slot beyond those."""
     visible = os.environ.get(environment.DEVICES, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return str(slot) if visible is None else "".join(visible.split(",")[slot : slot + 1])
 

@@ -1,7 +1,8 @@
 """Measures matrix products, attention, memory and all-reduces on every slot of some nodes, for the planner.
 
 ``python -P -m tridock.train.calibrate`` takes the arguments of :mod:`tridock.train.allreduce`; rank 0 prints a
-:class:`~tridock.contracts.calibration.Calibration` as JSON. All ranks measure at the same time, as a run uses them.
+:class:`~tridock.contracts.calibration.Calibration` as JSON. All ranks measure at the same time, because a run also uses
+them at the same time.
 """
 
 import os
@@ -18,19 +19,19 @@ _SHAPES = (
     (1, 1, 1), (1, 4, 1), (1, 1, 4), (4, 1, 1), (4, 4, 1),
     (2, 1, 2), (0.25, 1, 1), (1, 0.25, 1), (1, 1, 0.25), (4, 0.25, 0.25),
 )  # fmt: skip
-"""Rows, columns and inner dimension, in a width whose square product takes about ``_PRODUCT_S``."""
+"""Rows, columns and inner dimension, in units of the width whose square product takes about ``_PRODUCT_S``."""
 _PRODUCT_S = 0.02
 _LENGTHS = ((512, 8), (2048, 2))
-"""Tokens and samples of the attention that is measured, on GPUs with four times the samples."""
+"""Tokens and samples of each attention measurement; GPUs measure four times the samples."""
 _REPEATS = 7
 _AT_MOST_S = 1.0
-"""For one figure, as soon as it has been measured once."""
+"""Maximum seconds for one figure, once it has been measured once."""
 _MIB = 2**20
 _SIZES = {"gloo": (256 << 10, 16 * _MIB), "nccl": (1 * _MIB, 256 * _MIB)}
 
 
 def main() -> int:
-    """As the all-reduce's; prints the calibration instead."""
+    """Runs this node's ranks as :func:`tridock.train.allreduce.main`; prints the calibration; returns the exit code."""
     return allreduce.main(_measure)
 
 
@@ -112,7 +113,7 @@ def _attention(name: str, kind: Any, device: Any) -> Iterator[Attended]:
 
 
 def _memory(device: Any) -> float:
-    """GB/s that an addition of two tensors of 64 MiB into a third reads and writes."""
+    """Returns the memory bandwidth in GB/s: an addition of two 64 MiB tensors into a third."""
     import torch
 
     one, other, out = (torch.ones(16 * _MIB, device=device) for _ in range(3))
@@ -132,8 +133,8 @@ def _launch(device: Any, kernels: int = 500) -> float:
 
 
 def _sums(device: Any, backend: str, nodes: int) -> Iterator[Summed]:
-    """Yields sums over all ranks and, with several nodes, over the ranks of one, each of two sizes, for latency and
-    rate."""
+    """Yields all-reduces over all ranks and, with several nodes, over the ranks of one node. Each has two sizes, to
+    separate latency and bandwidth."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The common part of engines ``torch`` and ``megatron-core``: a rank's command line, and its training."""
+"""The common part of engines ``torch`` and ``megatron-core``: a rank's command line, and the start of its training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tridock.train.trainer import Build
 
 Engine = Callable[["Ranks"], "Build"]
-"""Called once the process group exists: imports what the engine needs, returns the function that builds its parts."""
+"""Called once the process group exists: imports the engine's modules, returns the function that builds its parts."""
 
 
 def run_program(name: str, engine_name: str, engine: Engine) -> int:
-    """The command line of engines ``torch`` and ``megatron-core``: runs the rank, returns the exit code."""
+    """Parses the command line of a rank and runs the rank; returns the exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=f"One rank of engine {engine_name}.")
     parser.add_argument("--run-folder", type=Path, required=True, help="runs/<run-id>, with experiment.yaml in it")
     parser.add_argument(
@@ -37,7 +37,7 @@ def run_program(name: str, engine_name: str, engine: Engine) -> int:
 
 
 def train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -> None:
-    """Forms the world and trains the experiment of the run folder; ``load`` replaces its ``train.load``."""
+    """Joins the process group and trains the experiment of the run folder; ``load`` replaces its ``train.load``."""
     from tridock.experiment import load_experiment
     from tridock.train.rank import process_group
     from tridock.train.rank.device import set_tf32
@@ -45,7 +45,7 @@ def train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -
 
     ranks = form_world(run_folder)
     with process_group.agree_on_errors(ranks):
-        # A restart passes it on the command line: the run's experiment stays unchanged.
+        # A restart passes it on the command line, so that the run's experiment stays unchanged.
         overrides = () if load is None else (f"train.load={json.dumps(load)}",)
         experiment = load_experiment(run_folder / EXPERIMENT, overrides)
     set_tf32(experiment.train.tf32)

@@ -1,7 +1,7 @@
-"""Text at evaluations (``train.sample_prompts``): the model continues the prompts, in whatever layout it trains.
+"""Samples of text at evaluations (``train.sample_prompts``): the model continues the prompts, in any layout.
 
-Every token takes a forward pass of all ranks over whole samples, like an evaluation's. The choices have seeds of their
-own, so that training draws the same random numbers as without samples, and every layout chooses alike.
+Every token takes a forward pass of all ranks over whole samples, like an evaluation's. Tokens are drawn with seeds of
+their own, so that training draws the same random numbers as without samples, and every layout gives the same text.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +22,10 @@ from tridock.train.rank.process_group import Ranks, agree_on_errors
 
 
 class Sampler:
-    """The prompts of an experiment, as tokens of the tokenizer that made its data. Forming it is a collective."""
+    """Continues an experiment's prompts, with the tokenizer that made its data. The constructor is a collective."""
 
     def __init__(self, experiment: Experiment, workspace: Path, strategy: Strategy, tokens: int, ranks: Ranks) -> None:
-        """``tokens``: of the vocabulary, without padding. Raises :class:`AgreedError` without a tokenizer."""
+        """``tokens`` is the vocabulary size, without padding. Raises :class:`AgreedError` without a tokenizer."""
         self._experiment, self._strategy, self._tokens, self._ranks = experiment, strategy, tokens, ranks
         known: list[Any] = [None, None]
         with agree_on_errors(ranks):
@@ -36,7 +36,9 @@ class Sampler:
         self._prompts, self._end = known
 
     def texts(self, begin_pass: Callable[[], None]) -> list[str]:
-        """On rank 0 what follows each prompt: ``sample_tokens`` tokens at most, or to the text's end. A collective."""
+        """Returns each prompt's continuation on rank 0: up to ``sample_tokens`` tokens, or to the end of the text.
+
+        Calls ``begin_pass`` before each forward pass. A collective."""
         rows, ended = [list(prompt) for prompt in self._prompts], [False] * len(self._prompts)
         for number in range(self._experiment.train.sample_tokens):
             begin_pass()
@@ -52,7 +54,7 @@ class Sampler:
         return [decode(row)[len(decode(prompt)) :] for prompt, row in zip(self._prompts, rows, strict=True)]
 
     def _following(self, rows: Sequence[Sequence[int]], number: int) -> list[int]:
-        """The next token of each row, the same on all ranks; -1 where the logits are not finite."""
+        """Returns the next token of each row, the same on all ranks; -1 if its logits are not finite."""
         chosen = torch.full((len(rows),), -1, device=self._ranks.device)
         first = 0
         for batches, last in self._passes(rows):
@@ -66,9 +68,10 @@ class Sampler:
         return chosen.tolist()
 
     def _passes(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """The rows as micro-batches, as many at once as a pipeline's schedule wants, with the place of each last token.
+        """Yields the rows as micro-batches, as many as a pipeline's schedule needs, and where each row ends.
 
-        Always whole samples: what follows a token does not change its logits, and schedules and kernels know the shape.
+        Rows are padded to whole samples: later tokens do not change a token's logits, and kernels and schedules have
+        compiled this shape.
         """
         batch, parallel = self._experiment.batch, self._experiment.parallel
         length, micro = self._experiment.model.seq_length, batch.micro_batch_size
@@ -108,7 +111,9 @@ def _encoded(tokenizer: HuggingFaceTokenizer, experiment: Experiment, tokens: in
 def choose(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """A token by its probability; the likeliest one at temperature 0; -1 if the logits are not finite."""
+    """Draws a token from ``logits`` [vocabulary] by its probability; the most likely one at temperature 0.
+
+    Returns an int64 scalar; -1 if the logits are not finite."""
     if not logits.isfinite().all():
         return torch.tensor(-1)
     if temperature <= 0:

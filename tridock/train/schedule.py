@@ -1,4 +1,4 @@
-"""The learning rate as a function of the iteration, without state."""
+"""The learning rate as a pure function of the iteration."""
 
 import math
 
@@ -6,12 +6,11 @@ from tridock.experiment.schema import Optimizer
 
 
 def learning_rate(iteration: int, optimizer: Optimizer, train_iters: int) -> float:
-    """The learning rate of step ``iteration``, counted from 1.
+    """Returns the learning rate of step ``iteration``, counted from 1, as Megatron-LM's ``OptimizerParamScheduler``.
 
-    Linear from 0 over the warm-up (so step 1 takes lr / warmup, and step ``lr_warmup_iters`` the whole lr; of a
-    fraction the warm-up may end between two steps), then cosine or linear down to ``min_lr`` at ``lr_decay_iters`` and
-    ``min_lr`` from there on, or constant; Megatron-LM's ``OptimizerParamScheduler``. A ``min_lr`` above
-    ``lr`` counts as ``lr``.
+    It rises linearly from 0 over the warm-up: step 1 has lr / warmup, step ``lr_warmup_iters`` has lr; a warm-up given
+    as a fraction may end between two steps. Then it is constant, or falls by a cosine or linearly to ``min_lr`` at
+    ``lr_decay_iters`` and stays there. A ``min_lr`` above ``lr`` counts as ``lr``.
     """
     floor = min(optimizer.min_lr, optimizer.lr)
     end = optimizer.lr_decay_iters or train_iters

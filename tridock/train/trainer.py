@@ -1,4 +1,4 @@
-"""The training loop of the engines ``torch`` and ``megatron-core``, which supply their own :class:`Parts`."""
+"""The training loop of engines ``torch`` and ``megatron-core``, which supply their own :class:`Parts`."""
 
 import math
 import time
@@ -73,7 +73,7 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
     replica, replicas = (ranks.rank, ranks.world_size) if mesh is None else (mesh.replica, mesh.replicas)
     stage = (
         0 if mesh is None else mesh.coordinate(STAGES)
-    )  # stages draw different numbers, tensor parallel ranks the same
+    )  # stages draw different numbers, tensor parallel ranks the same ones
     experiment = experiment.resolved(replicas)
     with agree_on_errors(ranks):
         check_batch(experiment, replicas)
@@ -115,7 +115,7 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
 
 
 def _reseed(seed: int, device: torch.device) -> None:
-    """Like torch.manual_seed, which without a GPU also records its caller's stack."""
+    """Seeds like torch.manual_seed, which without a GPU also records its caller's stack."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -162,9 +162,9 @@ class Trainer:
             self._sampler = Sampler(self.experiment, workspace, self.strategy, tokens, ranks)
 
     def run(self) -> None:
-        """Trains from where the run stands to its last iteration, then evaluates on the test split."""
+        """Trains from the loaded iteration to the last one, then evaluates on the test split."""
         self.announce()
-        self.phases.read()  # the time before is no step's
+        self.phases.read()  # the time before belongs to no step
         heartbeat.beat(heartbeat.START, self.progress.iteration)
         with self.saver.finishing(), signals.save_on_signal() if self.experiment.train.save else nullcontext():
             for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
@@ -175,7 +175,7 @@ class Trainer:
         self.metrics.close()
 
     def iterate(self, iteration: int) -> None:
-        """One step, then log, evaluation and checkpoint as due; a preempted run saves and raises :class:`Preempted`."""
+        """Runs one step, then logs, evaluates and saves if due. A preempted run saves and raises :class:`Preempted`."""
         train = self.experiment.train
         last = iteration == train.train_iters
         self.profiling.before(iteration)
@@ -195,7 +195,7 @@ class Trainer:
             raise signals.Preempted(iteration)
 
     def step(self, iteration: int) -> Step:
-        """One optimizer step on the next global batch."""
+        """Runs one optimizer step on the next global batch; returns its loss and gradient norm."""
         self.parts.reseed(iteration)
         global_batch, first = self.experiment.batch.global_batch_size, self.progress.consumed_samples
         then = first + global_batch if iteration < self.experiment.train.train_iters else None
@@ -208,7 +208,7 @@ class Trainer:
         return step
 
     def read(self, samples: Split, first: int) -> Iterable[Arrays]:
-        """This rank's micro-batches of the global batch that starts at sample ``first``."""
+        """Returns this rank's micro-batches of the global batch that starts at sample ``first``."""
         batch, parts = self.experiment.batch, self.parts
         return samples.batches(first, batch.global_batch_size, batch.micro_batch_size, parts.replica, parts.replicas)
 
@@ -252,7 +252,7 @@ class Trainer:
             raise AgreedError(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
 
     def evaluate(self, split: str) -> None:
-        """Records the mean loss over the first ``eval_iters`` global batches of a split: always the same samples."""
+        """Records the mean loss over the first ``eval_iters`` global batches of a split, always the same samples."""
         samples, size = self.splits[split], self.experiment.batch.global_batch_size
         if samples.per_epoch == 0:
             self.say(f"no {split} loss: the {split} split holds less than one sample")
@@ -275,7 +275,10 @@ class Trainer:
         heartbeat.beat(heartbeat.TRAIN)
 
     def begin_pass(self) -> None:
-        """A forward pass follows. The first compiles the layers again, without gradients: as long as a start."""
+        """Writes a heartbeat before a forward pass without gradients.
+
+        The first pass may compile the layers again, so it has the time limit of a start.
+        """
         compiles, self._compiles_evaluation = self._compiles_evaluation, False
         heartbeat.beat(heartbeat.START if compiles else heartbeat.EVAL)
 
@@ -304,7 +307,7 @@ class Trainer:
                 saved = read_progress(folder)
                 check_fit(folder, saved, fresh)
             except RequestError:
-                return ()  # it does not fit, complete or not: reported below
+                return ()  # it does not fit, which is reported below
             return self.strategy.files(rank, saved.data_parallel_size)
 
         folder = choose(source, self.parts.checkpoint_names, self.ranks, needed, self.reject_checkpoint)

@@ -1,8 +1,8 @@
-"""What a user would write instead: the same model in a loop of plain PyTorch. For ``tridock bench`` only.
+"""The same model in a loop of plain PyTorch, as a user would write it. For ``tridock bench`` only.
 
-No data set, no log, no schedule, no supervision: random tokens, forward, backward, clip, step. It takes turns with the
-engine in one run, on the same ranks: two processes of the very same program differ by several percent, as their
-memory happens to lie.
+It has no data set, log, schedule or supervision: random tokens, forward, backward, clip, step. It takes turns with the
+engine in one run, on the same ranks, because two processes of the same program differ by several percent, depending on
+their memory layout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BaselineLoop:
         self.cast: Any = torch.autocast(ranks.device.type, DTYPES[experiment.precision]) if short else nullcontext()
 
     def step(self) -> float:
-        """One optimizer step; the loss of its last micro-batch."""
+        """Runs one optimizer step; returns the loss of its last micro-batch."""
         self.optimizer.zero_grad(set_to_none=False)
         for number, batch in enumerate(self.tokens, start=1):
             last = number == self.micro_batches or not isinstance(self.model, nn.parallel.DistributedDataParallel)
@@ -64,7 +64,7 @@ class BaselineLoop:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """After ``warmup`` iterations the two take turns of ``steps``."""
+    """After ``warmup`` iterations, engine and bare loop take turns of ``steps`` iterations each."""
 
     warmup: int
     steps: int
@@ -75,7 +75,7 @@ class Turns:
         return cls(*(int(number) for number in text.split(",")))
 
     def ends(self, iteration: int) -> bool:
-        """Whether a turn is over with this iteration; the first is the warm-up."""
+        """Whether a turn ends with this iteration; the warm-up is the first turn."""
         return iteration >= self.warmup and (iteration - self.warmup) % self.steps == 0
 
 
@@ -89,7 +89,7 @@ class Turn:
 
 
 class BaselineTrainer(Trainer):
-    """A run that takes turns with a :class:`BaselineLoop`, and records how long those were."""
+    """A run that takes turns with a :class:`BaselineLoop`, and records the length of each turn."""
 
     def __init__(
         self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks, build: Build, turns: Turns
@@ -110,7 +110,7 @@ class BaselineTrainer(Trainer):
         )
 
     def iterate(self, iteration: int) -> None:
-        # The two alternate in going first: a machine that slows down does so for both.
+        # The two alternate in going first, so that a machine that slows down affects both.
         if self._steps == 0:
             if len(self.taken) % 2:
                 self._run_bare(self.turns.steps)
@@ -140,6 +140,6 @@ class BaselineTrainer(Trainer):
         heartbeat.beat(heartbeat.TRAIN)
 
     def _settle(self) -> None:
-        """Waits for the device, so that its work counts for the turn that started it."""
+        """Waits for the device, so that its work counts toward the turn that started it."""
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""``torchrun … -m tridock.train --mode …``: as ``trainer.py`` of PyTorch's data parallel benchmark.
+"""``torchrun … -m tridock.train --mode …``, with the options of ``trainer.py`` in PyTorch's data parallel benchmark.
 
-The ranks start before the run exists. Rank 0 calls the planner, names the run, and tells the others through torchrun's
-store. The run's folder is like any other; torchrun supervises the ranks.
+The ranks start before the run exists. Rank 0 calls the planner, names the run, and sends the name to the others through
+torchrun's store. The run folder is like any other; torchrun supervises the ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Place:
 
 
 def start(engine: Engine, argv: Sequence[str]) -> int:
-    """Agrees with the other ranks on the run, and runs this rank; returns the exit code."""
+    """Agrees with the other ranks on a run, and runs this rank; returns its exit code."""
     options, place = _options(argv), Place.of(os.environ)
     workspace = options.workspace.absolute()
     try:
@@ -136,8 +136,8 @@ def _named(options: argparse.Namespace, workspace: Path, place: Place) -> dict[s
 
 
 def overrides(mode: str | None, ndevice_per_proc: int, world_size: int) -> list[str]:
-    """The fields that a mode stands for; without one the experiment's hold. One process drives one device here: what
-    spans n of them wants n processes."""
+    """Returns the ``--set`` overrides of a mode; none without a mode. Each process drives one device here, so a replica
+    on n devices needs n processes."""
     if mode is None:
         if ndevice_per_proc != 1:
             what, todo = "says how many devices a model spans, and no --mode how", "give --mode pdp or --mode tp"
@@ -160,8 +160,8 @@ def overrides(mode: str | None, ndevice_per_proc: int, world_size: int) -> list[
 
 
 def _whole_pipeline(experiment: Experiment, world_size: int) -> Iterator[str]:
-    """If the experiment omits its global batch: yields one with a micro-batch for each stage; with fewer, a stage
-    waits."""
+    """If the experiment omits its global batch, yields one with a micro-batch per pipeline stage: fewer leave stages
+    idle."""
     stages = experiment.parallel.pipeline_model_parallel_size
     if stages > 1 and experiment.batch.global_batch_size is None:
         replicas = world_size // (stages * experiment.parallel.tensor_model_parallel_size)

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, chosen, loaded on another layout."""
+"""Checkpoints: atomic saves, the choice of the newest complete one, loading on another layout."""

@@ -1,13 +1,13 @@
-"""Writes checkpoints: staged in a hidden folder, listed with hashes, renamed when complete, ``latest`` updated last.
+"""Writes checkpoints: stages them in a hidden folder, hashes all files, renames the folder, then updates ``latest``.
 
 ``checkpoints/iter_0000100/`` holds the engine's files and ``files.json``, which lists each with its size and SHA-256.
 ``checkpoints/latest`` holds the newest folder's name, as DeepSpeed's tools expect, or
-``latest_checkpointed_iteration.txt`` its number, as Megatron's do. A folder counts only with its ``files.json``, and
-the pointer changes only afterwards: at whatever moment a run ends, the previous checkpoint is complete and named.
+``latest_checkpointed_iteration.txt`` its number, as Megatron's do. A folder is valid only with its ``files.json``, and
+the pointer changes only afterwards: whenever a run ends, the pointer names a complete checkpoint.
 
-Nodes may or may not share the folder: ranks look for each other's files. The lowest rank on each file system, its
-leader, creates and renames folders there and writes what is common to all ranks. A shared folder thus has the complete
-checkpoint; without one each node has what its own ranks need to resume.
+Nodes may or may not share the folder; ranks find out by looking for each other's files. The lowest rank on each file
+system, its leader, creates and renames folders there and writes the files that are common to all ranks. A shared folder
+thus has the complete checkpoint; otherwise each node has the files that its own ranks need to resume.
 """
 
 import itertools
@@ -29,8 +29,8 @@ from tridock.train.checkpoints.write_errors import write_failure
 from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, barrier
 
 Prepare = Callable[[Path, bool, dist.ProcessGroup | None], Write]
-"""Gets the folder, whether this rank also writes what is common to all ranks, and the process group of a background
-write or None; see ``Strategy.save``."""
+"""Its arguments are the folder, whether this rank also writes the files common to all ranks, and the process group of a
+background write or None; see ``Strategy.save``."""
 
 
 class Checkpoints:
@@ -54,10 +54,10 @@ class Checkpoints:
             check_shared(self.folder, self.leader)
 
     def set_aside_after(self, iteration: int, loaded: Path | None) -> list[str]:
-        """Renames the checkpoints of a history that the run leaves, and points at the one that it continues from.
+        """Renames the checkpoints that the run would overwrite, and points at the one that it continues from.
 
-        These are all of later iterations, and one of the same iteration that is not ``loaded``: the run would overwrite
-        them. Returns their new names, on this rank's node. Raises :class:`AgreedError` if any node cannot.
+        These are all of later iterations, and one of the same iteration that is not ``loaded``. Returns their new names
+        on this rank's node. Raises :class:`AgreedError` if any node cannot rename one.
         """
         here, renamed = self.folder / self.names.folder(iteration), []
         continues = loaded is not None and loaded.resolve() == here.resolve()
@@ -85,9 +85,10 @@ class Checkpoints:
     ) -> Callable[[], Path]:
         """Begins a checkpoint; returns the function that writes it, which ``in_background`` another thread may call.
 
-        That updates the pointer, removes those beyond the newest ``keep``, and returns the folder. ``own`` are further
-        files by name, ``needed`` the names that this rank needs to load. Both raise :class:`AgreedError` on every rank
-        if any of them cannot write; then the new checkpoint is removed and the previous ones are unchanged.
+        That function writes the files, updates the pointer, removes all but the newest ``keep`` checkpoints, and
+        returns the folder. ``own`` are further files by name; ``needed`` are the names that this rank needs to load.
+        Both functions raise :class:`AgreedError` on every rank if any rank cannot write; they then remove the new
+        checkpoint and leave the previous ones unchanged.
         """
         final, staging = self.folder / self.names.folder(iteration), self._staging(iteration)
         partial = staging / final.name
@@ -135,7 +136,7 @@ class Checkpoints:
 
     @contextmanager
     def _removing(self, staging: Path, ranks: Ranks) -> Iterator[None]:
-        """Removes an unfinished checkpoint if an error ends the block: it is useless, and may fill the disk."""
+        """Removes an unfinished checkpoint if an error ends the block, because it may fill the disk."""
         try:
             yield
         except AgreedError:
@@ -163,7 +164,7 @@ class Checkpoints:
                 raise RunError(Problem(str(final), "the checkpoint could not be written", got, todo)) from error
 
     def _entries(self, final: Path, partial: Path, needed: Collection[str], ranks: Ranks) -> dict[str, Entry]:
-        """The manifest's content; each file is read and synced to disk by one rank that sees it."""
+        """Returns the manifest's content; one rank that sees a file reads it and syncs it to disk."""
         mine: dict[str, Entry] = {}
         with self._writing(final, ranks):
             sizes = files.sizes_in(partial)
@@ -177,7 +178,7 @@ class Checkpoints:
         return {name: entry for leader, share in shares if leader == self.leader for name, entry in share.items()}
 
     def _finish(self, staging: Path, iteration: int, entries: Mapping[str, Entry]) -> None:
-        """Writes the manifest and renames the folder; a previous one of that name is kept until then."""
+        """Writes the manifest and renames the folder; keeps a previous folder of that name until then."""
         name = self.names.folder(iteration)
         partial, final, old = staging / name, self.folder / name, self.folder / f".{name}.old"
         write_atomic(partial / MANIFEST, files.manifest_bytes(iteration, entries))
@@ -201,7 +202,7 @@ class Checkpoints:
             shutil.rmtree(remains)
 
     def _restore(self) -> None:
-        """Restores a checkpoint that was set aside for one of the same name that was never finished."""
+        """Restores a checkpoint that was set aside for another of the same name, if that was never finished."""
         for old in self.folder.glob(".*.old"):
             final = self.folder / old.name.removeprefix(".").removesuffix(".old")
             if final.exists():
@@ -230,7 +231,7 @@ def _set_aside(folder: Path) -> str:
 
 
 def check_shared(folder: Path, leader: int) -> None:
-    """Raises :class:`RequestError` if this rank does not see rank 0's files, i.e. has another leader."""
+    """Raises :class:`RequestError` if this rank does not see rank 0's files and thus has another leader."""
     if leader != 0:
         what = "checkpoints of this engine lie in one folder that all nodes share"
         got = f"a folder of rank {leader}'s node alone: {folder}"
@@ -238,7 +239,7 @@ def check_shared(folder: Path, leader: int) -> None:
 
 
 def _leader(folder: Path, ranks: Ranks) -> int:
-    """The lowest rank that sees the same files in ``folder`` as this one."""
+    """Returns the lowest rank that sees the same files in ``folder`` as this one."""
     folder.mkdir(parents=True, exist_ok=True)
     token = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0)

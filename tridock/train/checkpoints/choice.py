@@ -22,7 +22,7 @@ Rejected = Callable[[Path, Sequence[Problem]], None]
 
 
 def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, rejected: Rejected) -> Path:
-    """The folder to resume from: ``source`` itself, or the newest complete one in it, whatever its pointer says.
+    """Returns the folder to resume from: ``source`` itself, or the newest complete one in it, whatever the pointer.
 
     Every file is read once; ranks that see the same folder divide them. Raises :class:`AgreedError` if no checkpoint is
     complete.
@@ -48,7 +48,7 @@ def holds_checkpoint(source: Path, names: Names, ranks: Ranks) -> bool:
 
 
 def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tuple[Problem, ...]]) -> list[Path]:
-    """The folders to check, in order."""
+    """Returns the folders to check, in order."""
     itself = names.iteration(source.name) is not None and source.is_dir()
     pointer = source / names.pointers[-1][0]
     seen: list[tuple[bool, str | None, list[int]]] = [(False, None, [])] * ranks.world_size
@@ -70,7 +70,7 @@ def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tupl
 
 
 def _damage(folder: Path, ranks: Ranks, needed: Collection[str]) -> tuple[Problem, ...]:
-    """The problems that any rank finds in a checkpoint."""
+    """Returns the problems that any rank finds in a checkpoint."""
     manifest = files.read_manifest(folder)
     identities: list[tuple[int, ...] | None] = [None] * ranks.world_size
     dist.all_gather_object(identities, _identity(folder / MANIFEST))

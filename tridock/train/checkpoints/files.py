@@ -1,6 +1,6 @@
-"""The files of checkpoints: names of folders and pointers, ``files.json``, the order to load, which to remove.
+"""The files of checkpoints: names of folders and pointers, ``files.json``, and which checkpoints to remove.
 
-A checkpoint is complete if its ``files.json`` exists and all files match it. It is written after all others.
+A checkpoint is complete if its ``files.json``, which is written last, exists and all files match it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Names:
 
     folder_format: str
     pointers: tuple[tuple[str, str], ...]
-    """Files that name the newest checkpoint, each with its format; the last is read back."""
+    """Files that name the newest checkpoint, each with its format; Tridock reads the last one."""
 
     def folder(self, iteration: int) -> str:
         return self.folder_format.format(iteration)
 
     def iteration(self, name: str) -> int | None:
-        """The iteration in a folder's name; None for any other name."""
+        """Returns the iteration in a folder's name; None for any other name."""
         return _number(self.folder_format, name)
 
     def found(self, folder: Path) -> list[int]:
-        """The iterations that have a folder in ``folder``, in any order."""
+        """Returns the iterations that have a folder in ``folder``, in any order."""
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         return [number for number in map(self.iteration, names) if number is not None]
 
     def pointed(self, text: str) -> int | None:
-        """The iteration in a pointer's text; None for any other text."""
+        """Returns the iteration in a pointer's text; None for any other text."""
         return _number(self.pointers[-1][1], text.strip())
 
 
@@ -57,10 +57,10 @@ def _number(form: str, text: str) -> int | None:
 
 
 def to_remove(complete: Mapping[int, bool], keep: int | None, newest: int) -> list[int]:
-    """The iterations that ``train.keep_checkpoints`` removes: all older than the ``keep``-th newest complete one.
+    """Returns the iterations that ``train.keep_checkpoints`` removes: those before the ``keep``-th newest complete one.
 
-    ``complete`` has for each iteration with a folder whether it is complete. Iterations above ``newest``, the one just
-    saved, do not count.
+    ``complete`` maps each iteration that has a folder to whether it is complete. Iterations above ``newest``, the one
+    just saved, do not count.
     """
     good = sorted(
         (iteration for iteration, is_good in complete.items() if is_good and iteration <= newest),
@@ -72,7 +72,7 @@ def to_remove(complete: Mapping[int, bool], keep: int | None, newest: int) -> li
 
 
 def assign_to_ranks(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[str]]:
-    """The files that each rank hashes: those it wrote, by their names (still in its page cache), the rest by size."""
+    """Returns the files that each rank hashes: by name those that it wrote, still in its page cache; others by size."""
     shares: dict[int, list[str]] = {rank: [] for rank in ranks}
     load = dict.fromkeys(ranks, 0)
     others = []
@@ -107,7 +107,7 @@ class Entry:
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """The size in bytes of each file in a checkpoint, by its relative path, without the manifest."""
+    """Returns the size in bytes of each file in a checkpoint, by its relative path, without the manifest."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.name != MANIFEST}
 
@@ -118,7 +118,7 @@ def manifest_bytes(iteration: int, entries: Mapping[str, Entry]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | Problem:
-    """The files that a checkpoint must hold, or the problem with its manifest."""
+    """Returns the files that a checkpoint must contain, or the problem with its manifest."""
     path = folder / MANIFEST
     try:
         files = json.loads(path.read_bytes())["files"]
@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | Problem:
 
 
 def damage(folder: Path, manifest: Mapping[str, Entry], names: Collection[str], *, read: bool) -> Iterator[Problem]:
-    """The problems of the files ``names``; without ``read`` by their sizes only."""
+    """Yields the problems of the files ``names``; compares hashes if ``read``, otherwise sizes only."""
     for name in names:
         path = folder / name
         try:
@@ -154,7 +154,7 @@ def damage(folder: Path, manifest: Mapping[str, Entry], names: Collection[str], 
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint is complete, by the sizes of its files."""
+    """Whether a checkpoint is complete; compares only the sizes of its files."""
     manifest = read_manifest(folder)
     return not isinstance(manifest, Problem) and not any(damage(folder, manifest, manifest, read=False))
 

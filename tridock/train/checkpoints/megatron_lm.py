@@ -34,9 +34,9 @@ _EMBEDDING: Final = "layer_00-model_00-model_states.pt"
 
 
 def megatron_lm_weights(folder: Path, model: Model) -> Callable[[str], Tensor] | None:
-    """A function that reads a weight by its name in engine torch; None if v1.1.5 has not written the checkpoint.
+    """Returns a function that reads a weight by its name in engine torch; None if v1.1.5 did not write the checkpoint.
 
-    Its queries, keys and values lie head by head, as engine torch's.
+    Queries, keys and values are ordered head by head, as in engine torch.
     """
     shards = _shards(folder, model)
     if shards is None:
@@ -87,7 +87,10 @@ def _of_models(models: Sequence[Mapping[str, Any]]) -> Shards:
 
 
 def _of_stages(folder: Path, model: Model, name: str) -> list[Tensor]:
-    """A pipeline's checkpoint has a file for each layer, numbered as ``GPT2ModelPipe`` numbers its modules."""
+    """Reads a weight from a pipeline's checkpoint; returns one tensor per tensor parallel rank.
+
+    The checkpoint has a file per layer, numbered like the modules of ``GPT2ModelPipe``.
+    """
     number, key = 0, name.removeprefix("embedding.")
     if layer := re.match(r"transformer\.layers\.(\d+)\.(.+)", name):
         number, key = int(layer[1]) + 2, layer[2]

@@ -1,6 +1,6 @@
-"""Restricts what a checkpoint may unpickle: tensors, plain values, and the few classes that its engine stores.
+"""Restricts unpickling of checkpoints to tensors, plain values, and the few classes that an engine stores.
 
-An untrusted pickle can run any code when it is loaded.
+Loading an untrusted pickle can run any code.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from tridock.train.checkpoints.write_errors import replaced
 
 @contextmanager
 def safe_torch_load(more: Sequence[Any] = ()) -> Iterator[None]:
-    """Inside, torch.load accepts only tensors, plain values, four classes of DeepSpeed's, and ``more``.
+    """Makes torch.load accept only tensors, plain values, four classes of DeepSpeed, and ``more``. A context manager.
 
-    DeepSpeed itself loads with ``weights_only=False``.
+    DeepSpeed itself calls it with ``weights_only=False``.
     """
     # Without it, DeepSpeed prints on standard output which one it has found.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -41,17 +41,17 @@ def safe_torch_load(more: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def _member(owner: object, name: str) -> Enum:
-    """Replaces ``getattr``, with which Python 3.11.0 to 3.11.3 pickles members of enums; allows nothing else."""
+    """Replaces ``getattr`` and returns only enum members, which Python 3.11.0 to 3.11.3 pickles with it."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is no member of an enum")
 
 
 def megatron_classes() -> list[Any]:
-    """The classes in a checkpoint of Megatron-LM v1.1.5: its arguments, the random states of Python and NumPy."""
+    """Returns the classes in a checkpoint of Megatron-LM v1.1.5: its arguments, Python's and NumPy's random states."""
     import numpy as np
 
-    # NumPy has moved it between versions: pickles have either name.
+    # NumPy has moved it between versions, so pickles may have either name.
     rebuild = np.zeros(0).__reduce__()[0]
     names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
     kinds = [type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")]
@@ -73,7 +73,7 @@ _METADATA: Final = {
 
 
 class ForeignObjectError(pickle.UnpicklingError):
-    """A checkpoint's ``.metadata`` holds an object that none of ours writes."""
+    """A checkpoint's ``.metadata`` contains an object that Tridock never writes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -90,9 +90,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @contextmanager
 def safe_metadata_load() -> Iterator[None]:
-    """Inside, torch refuses foreign classes in the ``.metadata`` of a distributed checkpoint.
+    """Makes torch refuse foreign classes in the ``.metadata`` of a distributed checkpoint. A context manager.
 
-    Raises :class:`ForeignObjectError`; torch itself keeps only its text.
+    Raises :class:`ForeignObjectError`; torch wraps it and keeps only its text.
     """
     from torch.distributed.checkpoint import CheckpointException, filesystem
 

@@ -1,4 +1,4 @@
-"""``tridock.json`` of a checkpoint: the progress of its run, and whether it fits an experiment."""
+"""``tridock.json`` of a checkpoint: the progress of its run, and the check that it fits an experiment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODEL: Final = (
     *("position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
     *("add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
 )
-"""Fields that decide what the weights mean."""
+"""Fields that determine the meaning of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Progress:
     engine: str = "torch"
     use_distributed_optimizer: bool = False
     vocab_size: int | None = None
-    """Tokens, without the padding of the vocabulary."""
+    """Number of tokens in the vocabulary, without padding."""
 
     @classmethod
     def of(cls, experiment: Experiment, ranks: Ranks, vocab_size: int | None, padded_vocab_size: int) -> Progress:
-        """The beginning of an experiment."""
+        """Returns the progress at the start of an experiment."""
         model = experiment.model
         return cls(
             iteration=0,
@@ -68,7 +68,7 @@ class Progress:
 
 
 def read_progress(folder: Path) -> Progress:
-    """Reads the progress in a checkpoint. Raises :class:`RequestError` if it cannot."""
+    """Reads the progress in a checkpoint. Raises :class:`RequestError` if it is missing or invalid."""
     try:
         return Progress(**json.loads((folder / PROGRESS).read_bytes()))
     except (OSError, ValueError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""Saves the checkpoints of a run, at once or in the background, and records when, how long and with what outcome.
+"""Saves the checkpoints of a run, synchronously or in the background, and records their time and outcome.
 
-In the background a rank pauses for the copy of its state; a thread then writes it while training continues. At most one
-checkpoint is being written: the next one waits for it. The last one is written at once, without a copy.
+In the background a rank pauses to copy its state; a thread then writes the copy while training continues. At most one
+checkpoint is being written; the next one waits for it. The last one is written synchronously, without a copy.
 """
 
 import sys
@@ -23,13 +23,13 @@ from tridock.train.rank.phases import CHECKPOINT, Phases
 from tridock.train.rank.process_group import AgreedError, Ranks
 
 Start = Callable[[bool], Callable[[], Path]]
-"""Begins a checkpoint, from a copy of the state or not; returns the function that writes it, see ``Checkpoints``."""
+"""Begins a checkpoint, from a copy of the state if True; returns the function that writes it, see ``Checkpoints``."""
 
 _LONG_WAIT_SECONDS: Final = 1.0
 
 
 def saves_in_background(train: Train) -> bool:
-    """Whether any checkpoint is written in the background: the last one is not."""
+    """Whether any checkpoint is written in the background; the last one never is."""
     return train.save and train.async_save and 0 < train.save_interval < train.train_iters
 
 
@@ -40,7 +40,7 @@ class Saver:
         self._pending: tuple[int, Future[AgreedError | None]] | None = None
 
     def _choose_device(self) -> None:
-        if self._ranks.device.type == "cuda":  # of each thread its own; torch would open a context on the first GPU
+        if self._ranks.device.type == "cuda":  # each thread has its own; torch would open a context on the first GPU
             torch.cuda.set_device(self._ranks.device)
 
     def set_aside(self, checkpoints: Checkpoints, iteration: int, loaded: Path | None) -> None:
@@ -52,7 +52,7 @@ class Saver:
             self._say(f"warning: the run {origin}; {where}: {', '.join(names)}")
 
     def save(self, start: Start, iteration: int, is_last: bool) -> float:
-        """Saves a checkpoint; returns for how many seconds training paused. A collective.
+        """Saves a checkpoint; returns the seconds for which training paused. A collective.
 
         A write error ends the run only if this ``is_last``.
         """
@@ -114,7 +114,7 @@ class Saver:
                 )
 
     def check(self) -> None:
-        """Raises the error of the thread, if it has one that ends the run. Call it after every step."""
+        """Raises the thread's error if it ends the run. Call this after every step."""
         if self._pending is not None and self._pending[1].done():
             self.finish()
 
@@ -126,9 +126,9 @@ class Saver:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Encloses a training loop: its end finishes the checkpoint in the background.
+        """Encloses a training loop, and finishes the background checkpoint at its end.
 
-        So do an error that all ranks have, and a stop; any other end leaves it incomplete.
+        It also does so after an error that all ranks share, and after a stop; any other end leaves it incomplete.
         """
         try:
             yield
@@ -140,7 +140,7 @@ class Saver:
 
     def _say(self, line: str) -> None:
         if self._ranks.first:
-            sys.stdout.write(f"{line}\n")  # in one piece: the thread and the training loop both print
+            sys.stdout.write(f"{line}\n")  # one write, because the thread and the training loop both print
             sys.stdout.flush()
 
     def _event(self, event: Event, **fields: object) -> None:

@@ -16,7 +16,7 @@ from tridock.train.checkpoints.write_errors import write_failure
 from tridock.train.parallel.loss_scale import LossScaler
 
 FILES: Final = (".metadata",)
-"""The files that every rank reads, besides those with its tensors."""
+"""Files that every rank reads, besides those with its tensors."""
 _SCALER: Final = ("scale", "good_steps", "overflows_left")
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -25,19 +25,19 @@ Buffers = Mapping[str, Tensor]
 
 
 def state_of(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> dict[str, Tensor]:
-    """Returns the contents of a checkpoint, by the names in the whole model."""
+    """Returns the contents of a checkpoint: tensors by their names in the whole model."""
     return {**tensors_of(named, buffers, optimizer), "loss_scaler": _values(scaler)}
 
 
 def tensors_of(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors on the rank's device."""
+    """Returns the weights, buffers and optimizer states on the rank's device, by name."""
     return {**dict(_tensors(named, optimizer)), **{f"model.{name}": tensor for name, tensor in buffers.items()}}
 
 
 def write(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Writes each tensor once, by one of the ranks that hold it. A collective that every rank completes.
+    """Writes each tensor once, from one of the ranks that hold it. A collective that every rank completes.
 
-    A write error on any rank is raised on all of them.
+    Raises a write error of any rank on all of them.
     """
     try:
         dcp.save(state, checkpoint_id=str(folder), process_group=group)
@@ -47,7 +47,7 @@ def write(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | Non
 
 
 def load(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
-    """Loads this rank's weights and optimizer states, whatever layout wrote them. A collective."""
+    """Loads this rank's weights and optimizer states, from a checkpoint of any layout. A collective."""
     state = state_of(named, buffers, optimizer, scaler)
     with safe_metadata_load():
         dcp.load(state, checkpoint_id=str(folder))

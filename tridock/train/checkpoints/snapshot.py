@@ -1,7 +1,7 @@
-"""Copies of a state in the host's memory, to be written while training continues.
+"""Copies a state to the host's memory, to be written while training continues.
 
-torch's own (``torch.distributed.checkpoint.staging``) copies nothing on CPU ranks in torch 2.6, and knows no shared
-storages.
+torch's own ``torch.distributed.checkpoint.staging`` copies nothing on CPU ranks in torch 2.6, and does not preserve
+shared storages.
 """
 
 import copy
@@ -20,7 +20,8 @@ Write = Callable[[], None]
 
 
 def tensor_on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, page-locked if the tensor is on a GPU: then :func:`wait_for_copies` before use."""
+    """Returns a copy in the host's memory. From a GPU it is pinned and asynchronous: call :func:`wait_for_copies`
+    before using it."""
     source = tensor.detach()
     host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
     return host.copy_(source, non_blocking=True)
@@ -32,7 +33,7 @@ def wait_for_copies() -> None:
 
 
 def state_on_host(state: Any) -> Any:
-    """A deep copy whose tensors share storages as the originals do: torch.save writes the same."""
+    """Returns a deep copy whose tensors share storages as the originals do: torch.save writes the same bytes."""
     with replaced(Tensor, "__deepcopy__", _copied), replaced(nn.Parameter, "__deepcopy__", _copied):
         copied = copy.deepcopy(state)
     wait_for_copies()
@@ -54,7 +55,7 @@ def _copied(tensor: Tensor, memo: dict[object, Any]) -> Tensor:
 
 
 def write_by_torch_save(save: Callable[[], object], *places: tuple[Any, str], from_copy: bool) -> Write:
-    """Returns the function that writes what ``save`` passes to torch.save, of a copy made now or as it is then.
+    """Returns the function that writes the objects which ``save`` passes to torch.save: ``from_copy``, or as they are.
 
     ``save`` may be a collective. Write errors in it and in the functions ``(owner, name)`` are raised at its end.
     """

@@ -1,6 +1,6 @@
-"""The weights of a checkpoint, one whole weight at a time, whatever engine and layout wrote it.
+"""Reads the weights of a checkpoint of any engine and layout, one whole weight at a time.
 
-Files are memory-mapped, or read by tensor. Names are those of engine torch's model.
+Files are memory-mapped, or read tensor by tensor. Names are those of engine torch's model.
 """
 
 import warnings
@@ -23,7 +23,7 @@ _MODEL: Final = "mp_rank_00_model_states.pt"
 
 
 def weights_in(folder: Path, model: Model) -> Callable[[str], Tensor]:
-    """A function that reads a weight of the checkpoint in ``folder`` by its name."""
+    """Returns a function that reads a weight of the checkpoint in ``folder`` by its name."""
     if (folder / "ddp.pt").is_file():
         state = torch.load(folder / "ddp.pt", map_location="cpu", mmap=True, weights_only=True)["model"]
         return lambda name: state[name]
@@ -55,7 +55,7 @@ def _distributed(folder: Path) -> Callable[[str], Tensor]:
 
 
 def _parts(model: Model, read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Reads megatron-core's weights. A layer's experts are two tensors, which are kept until the next layer is read."""
+    """Reads megatron-core's weights. A layer's experts are two tensors, kept until the next layer is read."""
     of_experts = lru_cache(maxsize=2)(read)
 
     def part(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Write errors: their message, and how to defer them to the end of a collective that writes."""
+"""Write errors: their message, and deferring them to the end of a collective that writes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def write_failure(error: BaseException) -> str | None:
-    """The system's message of a failed write; None for an error of another kind, such as a collective's."""
+    """Returns the system's message of a failed write; None for an error of another kind, such as a collective's."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    # torch's own writer raises this for a full disk, and drops the reason.
+    # torch's own writer raises this for a full disk, without the reason.
     if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
         return "a file cut short (is the disk full?)"
     return None
@@ -17,9 +17,9 @@ def write_failure(error: BaseException) -> str | None:
 
 @contextmanager
 def defer_write_errors(*places: tuple[Any, str]) -> Iterator[list[Exception]]:
-    """Inside, write errors in the functions ``(owner, name)`` are collected; the first is raised at the end.
+    """Collects write errors of the functions ``(owner, name)`` inside the block; raises the first at its end.
 
-    An engine writes between collectives: a rank that raised there would leave the others waiting. Yields the list of
+    An engine writes between collectives, so a rank that raised there would leave the others waiting. Yields the list of
     errors, to which the caller may append.
     """
     errors: list[Exception] = []

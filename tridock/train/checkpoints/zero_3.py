@@ -16,9 +16,9 @@ FIRST: Final = "mp_rank_00"
 
 
 class Zero3:
-    """Each rank has a partition of each weight, one after another in flat fp32 vectors.
+    """Reads whole weights from the ranks' partitions, which are consecutive in flat fp32 vectors.
 
-    ``model_rank`` names the tensor parallel rank whose weights these are: ``mp_rank_00``. Files are memory-mapped.
+    ``model_rank`` names the tensor parallel rank that has the weights: ``mp_rank_00``. Files are memory-mapped.
     """
 
     def __init__(self, folder: Path, model_rank: str = FIRST) -> None:
@@ -40,7 +40,7 @@ class Zero3:
         return self._places
 
     def read(self, name: str) -> Tensor:
-        """The whole of a weight."""
+        """Returns a whole weight, fp32."""
         start, shape = self._places[name]
         share = -(-shape.numel() // len(self._flats))
         parts = [gather_slice(flat, start, share) for flat in self._flats]

@@ -1,8 +1,8 @@
 """Loads ZeRO's optimizer states on another number of ranks than the one that saved them.
 
 DeepSpeed refuses such a checkpoint. ZeRO-1 and 2 store each parameter group as one flat vector, split into equal
-partitions, the last padded with zeros; ZeRO-3 splits each parameter so, and a rank holds one partition of each. Here a
-rank reads its new partitions out of the old ones; files are memory-mapped, not read whole.
+partitions, the last padded with zeros. ZeRO-3 splits each parameter in this way, and a rank holds one partition of
+each. Here a rank reads its new partitions from the old ones; files are memory-mapped, not read whole.
 """
 
 import copy
@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 def gather_slice(partitions: Sequence[Tensor], first: int, count: int) -> Tensor:
-    """Elements ``first`` to ``first + count`` of the concatenated ``partitions``; zeros beyond the end."""
+    """Returns elements ``first`` to ``first + count`` of the concatenated ``partitions``, with zeros beyond the end."""
     out = torch.zeros(count, dtype=partitions[0].dtype)
     begin = 0
     for one in partitions:
@@ -35,10 +35,10 @@ def gather_slice(partitions: Sequence[Tensor], first: int, count: int) -> Tensor
 def parameter_partitions(
     flats: Sequence[Sequence[Tensor]], sizes: Sequence[int], rank: int, ranks: int
 ) -> list[Tensor]:
-    """ZeRO-3: this rank's padded partition of each parameter, from the flat vectors of the ranks that saved.
+    """Returns this rank's padded ZeRO-3 partition of each parameter, from the flat vectors of the ranks that saved.
 
-    ``flats`` holds for each of those ranks the vectors that concatenate the padded partitions of all parameters;
-    ``sizes`` the numbers of elements of the parameters.
+    ``flats`` has the vectors of each of those ranks, which concatenate the padded partitions of all parameters;
+    ``sizes`` has the number of elements of each parameter.
     """
     out, offset = [], 0
     for size in sizes:
@@ -50,9 +50,9 @@ def parameter_partitions(
 
 @contextmanager
 def resharded(engine: Any, folder: Path, files: Callable[[int], Sequence[str]], saved: int) -> Iterator[None]:
-    """Inside, ``engine.load_checkpoint`` accepts a checkpoint of ``saved`` ranks.
+    """Makes ``engine.load_checkpoint`` accept a checkpoint of ``saved`` ranks inside the block.
 
-    ``files`` returns the files that one of those ranks wrote, the optimizer states last.
+    ``files`` returns the files that a given one of those ranks wrote, the optimizer states last.
     """
     stage, rank = engine.zero_optimization_stage(), dist.get_rank()
     name = engine._get_ckpt_name
@@ -76,7 +76,7 @@ def resharded(engine: Any, folder: Path, files: Callable[[int], Sequence[str]], 
     def model_file(
         load_dir: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
     ) -> str:
-        # ZeRO-3 has one a rank; they differ only in the partitions, which come from the optimizer states.
+        # ZeRO-3 has a model file per rank; they differ only in the partitions, which come from the optimizer states.
         return str(name(load_dir, tag, mp_placeholder, pp_placeholder or str(rank % saved)))
 
     with replaced(engine, "_load_zero_checkpoint", load), replaced(engine, "_get_ckpt_name", model_file):
@@ -84,7 +84,7 @@ def resharded(engine: Any, folder: Path, files: Callable[[int], Sequence[str]], 
 
 
 def _stages_1_and_2(optimizer: Any, states: Sequence[State]) -> State:
-    """``states`` are those of all ranks that saved; returns this rank's."""
+    """Returns this rank's optimizer state from ``states``, those of all ranks that saved."""
     weights, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
     counts = [vector.numel() for vector in optimizer.single_partition_of_fp32_groups]
 
@@ -103,12 +103,13 @@ def _stages_1_and_2(optimizer: Any, states: Sequence[State]) -> State:
 
 
 def _vectors(entry: Mapping[str, Any]) -> list[str]:
-    """The optimizer states with a value for each element."""
+    """Returns the names of the optimizer states that have a value per element."""
     return [key for key, value in entry.items() if torch.is_tensor(value) and value.dim()]
 
 
 def _stage_3(optimizer: Any, states: Sequence[State]) -> State:
-    """DeepSpeed splits a long group at places that depend on the number of ranks: the parts are joined first."""
+    """Returns this rank's ZeRO-3 state. Joins the parts of long groups first: DeepSpeed splits those depending on the
+    number of ranks."""
     groups = [[int(parameter.ds_numel) for parameter in group] for group in optimizer.fp16_groups]
     sizes = [size for group in groups for size in group]
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -125,7 +126,7 @@ def _stage_3(optimizer: Any, states: Sequence[State]) -> State:
         key: ours(lambda s, key=key: [one[key] for one in s[inner]["state"].values()]) for key in _vectors(entry)
     }
     entries = {
-        # A step counter of its own for each: the optimizer counts in place.
+        # Each gets its own step counter, because the optimizer increments it in place.
         number: {**copy.deepcopy(first), **{key: of_groups[number] for key, of_groups in vectors.items()}}
         for number in range(len(groups))
     }

@@ -1,12 +1,12 @@
-"""Samples out of an indexed data set, addressed by number.
+"""Samples of an indexed data set, addressed by number.
 
-A split is a range of whole documents, and so of tokens. Sample k of it is tokens ``k * seq_length`` to
-``(k + 1) * seq_length`` inclusive: ``seq_length + 1`` of them, so that every position has a next token to predict.
+A split is a range of whole documents, and so of tokens. Its sample k is tokens ``k * seq_length`` to
+``(k + 1) * seq_length`` inclusive: ``seq_length + 1`` tokens, so that every position has a next token to predict.
 
-Samples are read in a shuffled order that is a function of (seed, split, epoch, position) alone. Sample number n of a
-run (n = consumed samples + place in the global batch) is therefore the same one on any number of ranks and after any
-restart, and nothing has to be stored or rebuilt to find it: the order is a pseudo-random permutation computed where it
-is needed (a Feistel network with cycle walking, Black and Rogaway 2002), not a table of every sample.
+The shuffled order is a function of (seed, split, epoch, position) alone. Sample number n of a run (n = consumed samples
++ position in the global batch) is therefore the same on any number of ranks and after any restart. The order is a
+pseudo-random permutation (a Feistel network with cycle walking, Black and Rogaway 2002), which is computed on demand
+and never stored.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _MASK64: Final = (1 << 64) - 1
 
 
 def mix64(value: int) -> int:
-    """A 64-bit integer hash (the finalizer of splitmix64)."""
+    """Returns a 64-bit hash of an integer (the finalizer of splitmix64)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -37,7 +37,7 @@ def mix64(value: int) -> int:
 
 
 def mixed_seed(*parts: int) -> int:
-    """One 64-bit seed out of several numbers; changing any of them changes all of it."""
+    """Returns a 64-bit seed that depends on all of ``parts``."""
     seed = 0
     for part in parts:
         seed = mix64(seed ^ mix64(part))
@@ -45,7 +45,7 @@ def mixed_seed(*parts: int) -> int:
 
 
 def shuffled(position: int, size: int, seed: int) -> int:
-    """The image of ``position`` under a pseudo-random permutation of ``range(size)``."""
+    """Returns the image of ``position`` under a pseudo-random permutation of ``range(size)``."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     keys = [mix64(seed + number) for number in range(_ROUNDS)]
@@ -54,12 +54,12 @@ def shuffled(position: int, size: int, seed: int) -> int:
         for key in keys:
             left, right = right, left ^ (mix64(key ^ right) & mask)
         position = left << half | right
-        if position < size:  # else outside the range: cycle walking keeps it a permutation
+        if position < size:  # otherwise walk the cycle until it is in range, which keeps this a permutation
             return position
 
 
 def split_bounds(documents: int, split: str) -> tuple[int, int, int, int]:
-    """The first documents of train, valid and test, and the end, for shares such as ``"949,50,1"``.
+    """Returns the first documents of train, valid and test, and the end, for shares such as ``"949,50,1"``.
 
     Raises :class:`RequestError` if all shares are zero.
     """
@@ -85,7 +85,7 @@ class Samples:
 
     @property
     def description(self) -> str:
-        """The data, to print."""
+        """A line that describes the data, to print."""
         return f"{len(self.tokens):,} training tokens, {self.per_epoch:,} samples of {self.seq_length}"
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:
@@ -111,16 +111,18 @@ class Samples:
     def batches(
         self, first: int, count: int, micro_batch_size: int, rank: int, ranks: int
     ) -> Iterator[NDArray[np.int64]]:
-        """This rank's micro-batches of the ``count`` samples from number ``first``: int64 [micro batch, seq + 1].
+        """Yields this rank's micro-batches, int64 [micro batch, seq + 1], of ``count`` samples from number ``first``.
 
-        Consecutive micro-batches go to consecutive ranks, so the samples of a step do not depend on their number.
+        Consecutive micro-batches go to consecutive ranks, so a step has the same samples on any number of ranks.
         """
         for start in range(first + rank * micro_batch_size, first + count, ranks * micro_batch_size):
             yield np.stack([self[number] for number in range(start, start + micro_batch_size)])
 
 
 def resolve_vocab_size(experiment: Experiment, dataset: IndexedDataset) -> int:
-    """``model.vocab_size``, or the data manifest's if the experiment omits it. Raises :class:`RequestError`."""
+    """Returns ``model.vocab_size``, or the data manifest's if the experiment omits it.
+
+    Raises :class:`RequestError` if neither has it."""
     prefix = dataset.prefix
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.tokens != len(dataset.tokens):
@@ -141,7 +143,9 @@ def resolve_vocab_size(experiment: Experiment, dataset: IndexedDataset) -> int:
 
 
 def load_splits(experiment: Experiment, workspace: Path) -> dict[str, Samples]:
-    """The three splits. Raises :class:`RequestError` if the data is missing or too small for the experiment."""
+    """Returns the samples of train, valid and test.
+
+    Raises :class:`RequestError` if the data is missing or too small for the experiment."""
     prefix = workspace / experiment.data.data_path
     dataset = IndexedDataset(prefix)
     vocab_size = resolve_vocab_size(experiment, dataset)

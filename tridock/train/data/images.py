@@ -1,7 +1,7 @@
 """Images and labels from two memory-mapped NumPy arrays, addressed by number.
 
-Which image a sample is follows from (seed, split, epoch, position) alone, as for tokens
-(:mod:`tridock.train.data.dataset`); so does whether it is flipped horizontally, as every second one is in training.
+The image of a sample depends on (seed, split, epoch, position) alone, as for tokens
+(:mod:`tridock.train.data.dataset`). So does its horizontal flip, which half of the training samples have.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tridock.experiment.schema import Experiment
 from tridock.train.data.dataset import mixed_seed, shuffled, split_bounds
 
 _ORDER: Final = 0x696D616765
-"""Seeds the order in which images are assign_to_ranks to the splits: they are often sorted by label."""
+"""Seeds the order in which images are assigned to the splits, because files are often sorted by label."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ImageSamples:
 
     @property
     def description(self) -> str:
-        """The data, to print."""
+        """A line that describes the data, to print."""
         height, width = self.images.shape[2:]
         return f"{self.per_epoch:,} training images of {height} x {width}"
 
@@ -55,9 +55,9 @@ class ImageSamples:
     def batches(
         self, first: int, count: int, micro_batch_size: int, rank: int, ranks: int
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """This rank's micro-batches, as :meth:`tridock.train.data.dataset.Samples.batches`.
+        """Yields this rank's micro-batches, as :meth:`tridock.train.data.dataset.Samples.batches`.
 
-        uint8 [micro batch, 3, height, width] and int64 [micro batch].
+        Each has images, uint8 [micro batch, 3, height, width], and labels, int64 [micro batch].
         """
         for start in range(first + rank * micro_batch_size, first + count, ranks * micro_batch_size):
             images, labels = zip(*(self[number] for number in range(start, start + micro_batch_size)), strict=True)
@@ -65,7 +65,9 @@ class ImageSamples:
 
 
 def load_images(experiment: Experiment, workspace: Path) -> dict[str, ImageSamples]:
-    """The three splits. Raises :class:`RequestError` if the arrays are missing or do not fit the model."""
+    """Returns the samples of train, valid and test.
+
+    Raises :class:`RequestError` if the arrays are missing or do not fit the model."""
     model = experiment.model
     paths = [Path(f"{workspace / experiment.data.data_path}{suffix}") for suffix in IMAGE_SUFFIXES]
     images, labels = (_mapped(path) for path in paths)

@@ -1,4 +1,4 @@
-"""Reads the next batches in a thread while the current ones are trained on; pinned memory on GPUs."""
+"""Reads the next batches in a thread during the current step, into pinned memory on GPUs."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,20 +21,20 @@ Read = Callable[[Split, int], Iterable[Arrays]]
 class Prefetcher:
     """Reads ahead of the training loop.
 
-    A thread suffices: the files are memory-mapped, and nothing is computed. An error while it reads ahead is raised
-    when the batch is requested.
+    A thread suffices: the files are memory-mapped, and nothing is computed. An error while reading ahead is raised when
+    the batch is requested.
     """
 
     def __init__(self, read: Read, device: torch.device) -> None:
         self._read, self._device = read, device
         self._pins = device.type == "cuda"
-        # Pinning creates a context on the thread's current GPU, by default the first one on every rank.
+        # Pinning creates a context on the thread's current GPU, which is the first one by default, on every rank.
         prepare = (lambda: torch.cuda.set_device(device)) if self._pins else None
         self._thread = ThreadPoolExecutor(1, "batches", prepare)
         self._ahead: dict[tuple[str, int], Future[list[Batch]]] = {}
 
     def get(self, samples: Split, first: int, then: int | None) -> list[Batch]:
-        """The micro-batches from sample ``first`` on the rank's device; those from ``then`` are read meanwhile."""
+        """Returns the micro-batches from sample ``first`` on the rank's device; begins to read those from ``then``."""
         found = self._ahead.pop((samples.name, first), None) or self._thread.submit(self._make, samples, first)
         batches = found.result()
         if then is not None:

@@ -1,1 +1,1 @@
-"""Weights of Hugging Face: export of a checkpoint, the beginning of a run, and samples of text."""
+"""Hugging Face weights: exports a checkpoint, loads weights to start a run, and generates text."""

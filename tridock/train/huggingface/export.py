@@ -1,6 +1,6 @@
-"""``python -m tridock.train.huggingface.export``: a run's checkpoint as a folder that transformers loads.
+"""``python -m tridock.train.huggingface.export``: writes a run's checkpoint as a folder that transformers loads.
 
-Weights are read and written one after another; at most one file's are in memory.
+Weights are read and written one after another; at most one file's weights are in memory.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tridock.train.huggingface.weights import CONFIG, INDEX, SINGLE, exported
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_BYTES: Final = 2 << 30
-"""Weights of one file; a larger weight has a file of its own."""
+"""Maximum bytes of weights per file; a larger weight has its own file."""
 _TOKENIZER_FILES: Final = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model"),
     *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
@@ -54,7 +54,7 @@ def export(
     *,
     quiet: bool = False,
 ) -> None:
-    """Writes ``output``, whole or not at all. Raises :class:`RequestError` if it exists, or cannot be made."""
+    """Writes the folder ``output`` atomically. Raises :class:`RequestError` if it exists, or cannot be written."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RequestError(Problem("-o", "exists", str(output), "name a new folder"))
     saved = Saved.open(run, iteration)
@@ -70,7 +70,7 @@ def export(
             names, size, kind = _write_weights(saved, partial, dtype, begin)
         _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end, saved.gelu))
         for file in partial.glob("*.safetensors"):
-            shutil.copymode(partial / CONFIG, file)  # the library's are for their owner alone
+            shutil.copymode(partial / CONFIG, file)  # the library writes files that only their owner may read
         copied = _copy_tokenizer(tokenizer, partial)
         if output.exists():
             output.rmdir()
@@ -87,7 +87,7 @@ def export(
 
 
 def _write_weights(saved: Saved, folder: Path, dtype: str | None, begin: Bars) -> tuple[int, int, str]:
-    """Returns the number of weights, their bytes and their format."""
+    """Writes the weights; returns their number, their total bytes and their dtype."""
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total, kind, bar = 0, "", begin("export", model_parameters(saved.model, saved.tokens), unit="parameters")

@@ -1,4 +1,4 @@
-"""Families of models that Hugging Face's transformers has: their ``config.json``, and the names of their weights."""
+"""Families of models in Hugging Face's transformers: their ``config.json``, and the names of their weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,11 +52,11 @@ class Family:
     architecture: str
     model_type: str
     required: Mapping[str, Any]
-    """Fields of the experiment's model that it has no choice of."""
+    """Fields of the experiment's model that must have these values."""
     names: Mapping[str, str]
-    """The family's module names, by those of engine torch."""
+    """The family's module names, by engine torch's names."""
     query_key_value: tuple[str, ...]
-    """One module for the three, or one for each."""
+    """The family's one module for query, key and value, or one module for each."""
     transposes: bool = False
     """Whether the weights of linear layers are [inputs, outputs]."""
 
@@ -98,7 +98,7 @@ SUPPORTED: Final = ", ".join(family.architecture for family in FAMILIES)
 
 
 def family_of(model: Model) -> Family:
-    """The family that has an experiment's model. Raises :class:`RequestError` with what none of them has."""
+    """Returns the family that has an experiment's model. Raises :class:`RequestError` with the fields that none has."""
     family = min(FAMILIES, key=lambda one: len(_odd_fields(model, one)))
     if odd := _odd_fields(model, family):
         todo = f"transformers' {family.architecture} is the nearest; {SUPPORTED} are supported"
@@ -119,7 +119,8 @@ def _odd_fields(model: Model, family: Family) -> list[tuple[str, str]]:
 
 
 def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None, gelu: str = "gelu_new") -> dict[str, Any]:
-    """``config.json`` of a model with a vocabulary of ``tokens``. ``gelu`` is transformers' name of GPT-2's."""
+    """Returns the ``config.json`` of a model with ``tokens`` in its vocabulary; ``gelu`` is transformers' name for the
+    GELU of GPT-2's family."""
     family = family_of(model)
     common = {
         "architectures": [family.architecture],
@@ -177,7 +178,7 @@ def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None, ge
 
 
 def model_fields(config: Config, where: str) -> dict[str, Any]:
-    """The fields of an experiment's model that a ``config.json`` gives.
+    """Returns the fields of an experiment's model that correspond to a ``config.json``.
 
     Raises :class:`RequestError` if its architecture, or an option of it, is not supported.
     """

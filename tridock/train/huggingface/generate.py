@@ -1,6 +1,6 @@
-"""``python -m tridock.train.huggingface.generate``: text from a run's weights, or from a folder of transformers'.
+"""``python -m tridock.train.huggingface.generate``: generates text from a run's weights, or from a transformers folder.
 
-The model is engine torch's, on one device; every token takes a forward pass over all before it.
+The model is engine torch's, on one device. Every token takes a forward pass over all previous tokens.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tridock.train.models.layered import fill
 from tridock.train.sampling import choose
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Where the bytes of a character end in the next token."""
+"""Decodes from the first bytes of a character whose other bytes are in the next token."""
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def generate(given: argparse.Namespace) -> None:
-    """Prints each prompt, and what follows."""
+    """Prints each prompt and its continuation."""
     saved = Saved.open(given.weights, given.iteration)
     tokenizer = _tokenizer(given.tokenizer or saved.tokenizer)
     model = built(saved, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -52,7 +52,7 @@ def generate(given: argparse.Namespace) -> None:
 
 
 def built(saved: Saved, device: torch.device) -> GPT:
-    """The model with its weights: fp32 on a processor, bf16 on a GPU."""
+    """Returns the model with its weights: fp32 on a CPU, bf16 on a GPU."""
     with torch.device("meta"):
         model = GPT(Shape.of(saved.model, saved.tokens))
     for layer in model.modules():
@@ -68,7 +68,7 @@ def built(saved: Saved, device: torch.device) -> GPT:
 def sampled(
     model: GPT, tokens: int, prompt: Sequence[int], temperature: float, top_k: int, ending: int
 ) -> Iterator[int]:
-    """Token after token, until the end of the text; the likeliest one at temperature 0."""
+    """Yields tokens one by one until the end of the text; at temperature 0 the most likely ones."""
     device = next(model.parameters()).device
     ids = torch.tensor([list(prompt) or [ending]], device=device)
     while True:
@@ -81,7 +81,7 @@ def sampled(
 
 
 def _pieces(tokenizer: HuggingFaceTokenizer, prompt: list[int], tokens: Iterator[int], count: int) -> Iterator[str]:
-    """The text of up to ``count`` tokens as it comes."""
+    """Yields the text of up to ``count`` tokens as soon as whole characters are complete."""
     new: list[int] = []
     shown = len(tokenizer.decode(prompt))
     for number, token in enumerate(tokens, start=1):

@@ -22,7 +22,7 @@ from tridock.train.huggingface.tokenizer import tokenizer_of
 from tridock.train.huggingface.weights import CONFIG, Pretrained, Read, read_config
 
 _TANH: Final = frozenset(("--bias-gelu-fusion", "--openai-gelu"))
-"""Options of Megatron-LM v1.1.5 with which its GELU is the approximation."""
+"""Options of Megatron-LM v1.1.5 that make its GELU the tanh approximation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class Saved:
     """Size of the vocabulary, without padding."""
     read: Read
     tokenizer: Path | None
-    """The folder of its tokenizer, if it is known."""
+    """Folder of its tokenizer, if known."""
     description: str
     gelu: str = "gelu_new"
-    """transformers' name of the GELU that it was trained with: ``gelu_new`` approximates it by a tanh."""
+    """transformers' name for the GELU that it was trained with; ``gelu_new`` is the tanh approximation."""
     temporary: tempfile.TemporaryDirectory[str] | None = None
-    """Where the tokenizer lies, if its files had to be written."""
+    """Folder of the tokenizer, if its files had to be written."""
 
     @classmethod
     def open(cls, path: Path, iteration: int | None = None) -> Saved:
-        """The newest checkpoint of a run, or that of an iteration; or a folder of transformers'.
+        """Opens the newest checkpoint of a run, that of an iteration, or a transformers folder.
 
         Raises :class:`RequestError` if there is none.
         """
@@ -98,6 +98,6 @@ def _check_whole(checkpoint: Path) -> None:
 
 
 def _gpt2_files(experiment: Experiment, workspace: Path) -> tuple[Path, Path] | None:
-    """The vocabulary and the merges that Megatron v1.1.5's ranks read, where the experiment names them."""
+    """Returns the vocabulary and merges files that Megatron v1.1.5's ranks read, if the experiment names them."""
     vocabulary, merges = experiment.data.vocab_file, experiment.data.merge_file
     return None if vocabulary is None or merges is None else (workspace / vocabulary, workspace / merges)

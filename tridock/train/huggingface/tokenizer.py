@@ -1,4 +1,4 @@
-"""The tokenizer of a run: that of the weights that it began with, or the one that made its data."""
+"""Finds the tokenizer of a run: that of its pretrained weights, or the one that made its data."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +12,7 @@ from tridock.experiment.inputs import tokenizer_folders
 
 
 def tokenizer_of(experiment: Experiment, workspace: Path) -> Path | None:
-    """The folder of the tokenizer that made the data: where the weights came from, or beside the data."""
+    """Returns the folder of the tokenizer that made the data: that of the pretrained weights, or beside the data."""
     folders = [workspace / folder for folder in tokenizer_folders(experiment)]
     if experiment.train.pretrained_folder is not None:
         return folders[0]
@@ -22,7 +22,7 @@ def tokenizer_of(experiment: Experiment, workspace: Path) -> Path | None:
 
 
 def _made(folder: Path, sha256: str) -> bool:
-    """Whether the tokenizer in a folder has this hash in a data set's manifest."""
+    """Whether the tokenizer in a folder has this hash, taken from a data set's manifest."""
     for kind in (BytePairTokenizer.load, HuggingFaceTokenizer):
         with suppress(RequestError):
             if kind(folder).sha256 == sha256:

@@ -1,7 +1,7 @@
-"""Weights by the names of engine torch, whatever holds them, and by those of Hugging Face's transformers.
+"""Converts weights between the names and layouts of engine torch and those of Hugging Face's transformers.
 
-Engine torch and megatron-core lay a layer's queries, keys and values out alike: group by group. megatron-core has
-SwiGLU's two matrices in one, and keeps norms beside the matrices that follow them.
+Engine torch and megatron-core both order a layer's queries, keys and values group by group. megatron-core stores
+SwiGLU's two matrices as one, and each norm with the matrix that follows it.
 """
 
 import json
@@ -22,7 +22,7 @@ from tridock.train.huggingface.families import Family, family_of, model_fields
 from tridock.train.models.gpt import GPT, Shape
 
 Read = Callable[[str], Tensor]
-"""Returns the whole of a weight by its name in engine torch's model."""
+"""Returns a whole weight by its name in engine torch's model."""
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -32,14 +32,14 @@ _VOCABULARY: Final = ("token_embedding.weight", "output_layer.weight")
 
 
 def names_of(model: Model) -> list[str]:
-    """The weights of a model by their names in engine torch, in the order of the forward pass."""
+    """Returns engine torch's names of a model's weights, in the order of the forward pass."""
     with torch.device("meta"):
         names = [name for name, _ in GPT(Shape(model, 1)).named_parameters()]
     return sorted(names, key=lambda name: name.startswith(("final_norm", "output_layer")))
 
 
 def exported(model: Model, tokens: int, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """Every weight as transformers has it, one after another, without the padding of the vocabulary."""
+    """Yields every weight with transformers' name and layout, without the padding of the vocabulary."""
     family = family_of(model)
     for name in names_of(model):
         tensor = read(name)
@@ -54,7 +54,7 @@ def exported(model: Model, tokens: int, read: Read) -> Iterator[tuple[str, Tenso
 
 
 def _targets(family: Family, name: str) -> list[str]:
-    """The names of a weight, or of its three parts, in transformers."""
+    """Returns transformers' name of a weight, or the names of its three parts."""
     layer = _LAYER.match(name)
     module, _, kind = (layer[2] if layer else name).rpartition(".")
     if expert := _EXPERT.match(module):
@@ -80,7 +80,7 @@ def _join_heads(model: Model, parts: Sequence[Tensor]) -> Tensor:
 
 
 class Pretrained:
-    """The weights in a folder of transformers' (``hf:DIR``), by their names in engine torch."""
+    """The weights in a transformers folder (``hf:DIR``), by engine torch's names."""
 
     def __init__(self, folder: Path, model: Model) -> None:
         self.folder, self.model = folder, model
@@ -89,12 +89,13 @@ class Pretrained:
 
     @classmethod
     def of(cls, folder: Path, experiment: Experiment, tokens: int) -> "Pretrained":
-        """Raises :class:`RequestError` with every difference from the experiment's model, or what the folder lacks."""
+        """Opens a folder. Raises :class:`RequestError` with every difference from the experiment's model, and with all
+        that is missing in the folder."""
         fields = model_fields(read_config(folder), str(folder / CONFIG))
         model = experiment.model.model_copy(update={"vocab_size": tokens})
         theirs = Model.model_validate({"seq_length": model.seq_length, **fields})
         if model.rotary_size and model.positions <= theirs.positions:
-            del fields["max_position_embeddings"]  # without a table shorter samples are no other model
+            del fields["max_position_embeddings"]  # without a position table, shorter samples use the same model
         pairs = ((name, _meaning(theirs, name), _meaning(model, name)) for name in fields)
         if problems := [
             Problem(f"model.{name}", f"the model in {folder} has {there}", str(here), f"set it to {as_yaml(there)}")
@@ -109,7 +110,7 @@ class Pretrained:
         return found
 
     def read(self, name: str) -> Tensor:
-        """The vocabulary without padding, positions as many as the folder has."""
+        """Returns a weight; the token table has no padding, and the position table as many rows as in the folder."""
         parts = [self._tensor(target) for target in _targets(self.family, name)]
         parts = [part.t().contiguous() if _is_transposed(self.family, name, part) else part for part in parts]
         if ".query_key_value." not in name:
@@ -134,7 +135,7 @@ class Pretrained:
             return dict.fromkeys(file.keys(), SINGLE)
 
     def _file_of(self, target: str) -> tuple[str, str]:
-        """The name under which a weight is stored, and its file; a base model's names lack their first part."""
+        """Returns the stored name of a weight and its file; a base model's names lack the first part."""
         for name in (target, target.partition(".")[2]):
             if name in self._files:
                 return name, self._files[name]
@@ -156,7 +157,7 @@ class Pretrained:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a folder of transformers'. Raises :class:`RequestError` if it cannot be read."""
+    """Reads ``config.json`` of a transformers folder. Raises :class:`RequestError` if it cannot be read."""
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
@@ -176,5 +177,5 @@ _SIZES: Final = {
 
 
 def _meaning(model: Model, name: str) -> Any:
-    """The value of a field, or the size that stands for it where it is left out."""
+    """Returns the value of a field, or its default size if it is omitted."""
     return getattr(model, _SIZES.get(name, name))

@@ -1,7 +1,7 @@
-"""Megatron-LM v1.1.5's checkpoints, saved and chosen as those of the other engines; upstream's code writes and reads.
+"""Megatron-LM v1.1.5's checkpoints, saved and chosen like those of the other engines; upstream's code writes and reads.
 
-With DeepSpeed they lie in ``global_step<n>/``, without it in ``iter_<n>/``, each with ``files.json`` and the tracker
-file that upstream wants to read; beside them ``latest`` and ``latest_checkpointed_iteration.txt``, as it has them.
+They are in ``global_step<n>/`` with DeepSpeed and in ``iter_<n>/`` without, each with ``files.json`` and the tracker
+file that upstream reads. Beside them are upstream's ``latest`` and ``latest_checkpointed_iteration.txt``.
 """
 
 import importlib
@@ -39,7 +39,7 @@ class UpstreamCheckpoints:
     def start(
         self, save: Callable[..., None], in_background: bool, iteration: int, model: Any, *rest: Any
     ) -> Callable[[], Path]:
-        """Begins a checkpoint, as :meth:`Checkpoints.start`."""
+        """Begins a checkpoint; returns the function that writes it, as :meth:`Checkpoints.start`."""
 
         def prepare(folder: Path, _writes_shared: bool, background: object) -> Write:
             places = [(model, "_copy_recovery_script")] if self._args.deepspeed else []
@@ -48,7 +48,7 @@ class UpstreamCheckpoints:
         def save_in(folder: Path) -> None:
             with ExitStack() as changes:
                 changes.enter_context(replaced(self._args, "save", str(folder.parent)))
-                # Tridock writes the pointer to the newest checkpoint, once that is complete.
+                # Tridock writes the pointer once the checkpoint is complete.
                 changes.enter_context(replaced(self._upstream, "get_checkpoint_tracker_filename", lambda _: os.devnull))
                 if self._args.deepspeed:
                     tagged = partial(model.save_checkpoint, tag=folder.name, save_latest=False)
@@ -59,12 +59,14 @@ class UpstreamCheckpoints:
         return self.checkpoints.start(prepare, iteration, own, (), self._keep, in_background)
 
     def begins(self) -> bool:
-        """Whether the folder to continue from is the one to save in, and holds no checkpoint yet."""
+        """Whether the run loads from the folder in which it saves, and that has no checkpoint yet."""
         source = Path(self._args.load)
         return self._args.load == self._args.save and not holds_checkpoint(source, self._names, self._ranks)
 
     def load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
-        """Loads the newest complete checkpoint; without any ``files.json``, the one that upstream chooses."""
+        """Loads the newest complete checkpoint, or the one that upstream chooses if none has a ``files.json``.
+
+        Returns its iteration."""
         with safe_torch_load(megatron_classes()):
             return self._load(load, rejected, model, *rest, **named)
 

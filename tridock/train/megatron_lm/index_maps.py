@@ -1,7 +1,7 @@
 """``python -m tridock.train.megatron_lm.index_maps --data-parallel-size N <Megatron's arguments>``.
 
-Makes the index maps of samples that the run's ranks would make, with upstream's own code, on the CPU, without a model.
-Prints :class:`tridock.contracts.node_answers.IndexMaps` as JSON. Keeps the maps that exist.
+Builds the sample index maps that the run's ranks would build, with upstream's code, on the CPU, without a model. Prints
+:class:`tridock.contracts.node_answers.IndexMaps` as JSON. Keeps existing maps.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RunError, TridockError
 
 MARK = "_indexmap.sha256"
-"""Suffix of the data's prefix: the file that identifies the data of the maps beside it."""
+"""Suffix, after the data's prefix, of the file that identifies the data of the index maps beside it."""
 
 
 def remove_stale(prefix: Path, split: str) -> int:
-    """Removes maps of other data or another split; returns their number. Call it once per node, before any are made.
+    """Removes maps of other data or another split; returns their number. Call it once per node, before building maps.
 
-    ``<data>_indexmap.sha256`` says which data the maps belong to. In a folder that is not writable they stay.
+    ``<data>_indexmap.sha256`` identifies the data of the maps. Maps in a read-only folder stay.
     """
     mark = prefix.with_name(f"{prefix.name}{MARK}")
     with prefix.with_name(f"{prefix.name}.idx").open("rb") as index:
@@ -55,7 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tridock.train.megatron_lm.index_maps", allow_abbrev=False)
     parser.add_argument("--data-parallel-size", type=int, required=True, help="replicas that the run will have")
     options, argv = parser.parse_known_args()
-    # Before torch is imported: the GPUs may be a run's.
+    # Set before torch is imported: a run may use the GPUs.
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
-    """Makes the maps of a run with this ``argv``, beside its data."""
+    """Builds the maps of a run with this ``argv``, beside its data; returns their names."""
     from tridock.train.megatron_lm.pretrain_gpt2 import check_files, remove_stale_maps, source_folder
 
     source = source_folder()
@@ -77,7 +77,7 @@ def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
     prefix = Path(dict(itertools.pairwise(argv))["--data-path"])
     remove_stale_maps(argv)
     try:
-        # Upstream writes under the final names: the next run would use a truncated map.
+        # Upstream writes to the final names, so after an interruption the next run would use a truncated map.
         with tempfile.TemporaryDirectory(prefix=f".{prefix.name}_indexmap.", dir=prefix.parent) as folder:
             aside = Path(folder) / prefix.name
             _link(prefix, Path(folder))
@@ -95,7 +95,7 @@ def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
 
 
 def _link(prefix: Path, folder: Path) -> None:
-    """Links the data and the complete index maps. Upstream would rebuild every part of an incomplete one, through the
+    """Links the data and the complete index maps. Upstream would rebuild all parts of an incomplete map, through the
     links."""
     names = [f"{prefix.name}.bin", f"{prefix.name}.idx"]
     for first in prefix.parent.glob(f"*_{_PARTS[0]}.npy"):
@@ -107,7 +107,7 @@ def _link(prefix: Path, folder: Path) -> None:
 
 
 def _upstream(argv: list[str], source: Path, data_parallel_size: int) -> list[str]:
-    """Runs ``pretrain_gpt2.py`` up to its data sets; the names of the maps that they opened."""
+    """Runs ``pretrain_gpt2.py`` until it has built its data sets; returns the names of the maps that they opened."""
     from tridock import compat
     from tridock.compat import megatron_v115
     from tridock.train.parallel.strategies import import_deepspeed
@@ -128,7 +128,7 @@ def _upstream(argv: list[str], source: Path, data_parallel_size: int) -> list[st
     def only_data(provider: Any, _model: Any, _step: Any, **initial: Any) -> None:
         training.initialize_megatron(**initial)
         mpu.get_data_parallel_world_size = lambda: data_parallel_size
-        training.make_data_loader = datasets.append  # which gives None: no loader, and so none is asked for anything
+        training.make_data_loader = datasets.append  # returns None, so upstream makes no loader
         training.build_train_valid_test_data_iterators(provider)
 
     training.pretrain = only_data

@@ -1,7 +1,7 @@
 """A rank: ``python -m tridock.train.megatron_lm.pretrain_gpt2 --run-folder <folder> <Megatron's arguments>``.
 
-Runs DeepSpeedExamples' Megatron-LM v1.1.5 as it is (with the patches of ``patches/megatron-v1.1.5``), from the image's
-folder or from the one that TRIDOCK_MEGATRON names.
+Runs DeepSpeedExamples' Megatron-LM v1.1.5, with the patches of ``patches/megatron-v1.1.5``, from the image's folder or
+from the folder in TRIDOCK_MEGATRON.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def _train(run_folder: Path, argv: list[str]) -> None:
     from tridock.train.megatron_lm.record import Recorder
     from tridock.train.parallel.strategies import import_deepspeed
 
-    # Before Megatron's own initialization, which then uses this process group.
+    # Joins before Megatron's own initialization, which then uses this process group.
     import_deepspeed(ranks)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
     replaced = compat.install(ranks.device.type, local_ranks)
@@ -86,9 +86,9 @@ def _train(run_folder: Path, argv: list[str]) -> None:
 
 
 def check_files(argv: list[str]) -> None:
-    """Checks that all files of the command line exist; raises :class:`RequestError` with all that do not.
+    """Raises :class:`RequestError` with every file of the command line that does not exist.
 
-    Upstream would end in a trace, and where there is no checkpoint continue with random weights.
+    Upstream would end with a traceback, or, without a checkpoint, start from random weights.
     """
     given = dict(itertools.pairwise(argv))
     named = {
@@ -114,7 +114,7 @@ def check_files(argv: list[str]) -> None:
 
 
 def remove_stale_maps(argv: list[str]) -> int:
-    """Removes index maps beside the data that are of other data or another split; returns their number."""
+    """Removes the index maps beside the data that belong to other data or another split; returns their number."""
     given = dict(itertools.pairwise(argv))
     return index_maps.remove_stale(Path(given["--data-path"]), given["--split"])
 

@@ -1,4 +1,4 @@
-"""Hooks into ``megatron.training`` of Megatron-LM v1.1.5: this run's metrics and events, from its own values."""
+"""Hooks into ``megatron.training`` of Megatron-LM v1.1.5 that record metrics and events from its own values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tridock.train.rank.profiling import Profiling
 
 
 class Recorder:
-    """Stands between Megatron's loop and its functions; upstream's code and output stay as they are."""
+    """Wraps the functions that Megatron's loop calls; upstream's code and output are unchanged."""
 
     def __init__(self, training: Any, experiment: Experiment, run_folder: Path, ranks: Ranks) -> None:
         self.experiment, self.run_folder, self.first = experiment, run_folder, ranks.first
@@ -65,11 +65,11 @@ class Recorder:
             setattr(training, name, getattr(self, name))
 
     def train(self, forward: Any, model: Any, *rest: Any) -> int:
-        """The loop: notes the model, and where a resumed run starts."""
+        """Wraps the training loop: records the model, and the iteration at which a resumed run starts."""
         self._model, self._optimizers = model, rest[:2]
         self.iteration = self._logged_iteration = self._upstream.get_args().iteration
         time_phases(model, self.phases)
-        self.phases.read()  # what came before is no step's
+        self.phases.read()  # the time before belongs to no step
         self._logged_at = time.monotonic()
         heartbeat.beat(heartbeat.START, self.iteration)
         self.metrics.rewind(self.iteration)
@@ -81,17 +81,17 @@ class Recorder:
         return end
 
     def get_optimizer(self, model: Any) -> Any:
-        """Upstream's. Without DeepSpeed its dynamic loss scale would start at 2**32: it has no option for that."""
+        """Returns upstream's optimizer. Without DeepSpeed its dynamic loss scale would always start at 2**32."""
         optimizer = self._original["get_optimizer"](model)
         if getattr(optimizer, "dynamic_loss_scale", False):
             optimizer.loss_scaler.cur_scale = 2.0**self.experiment.fp16.initial_scale_power
         return optimizer
 
     def train_step(self, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
-        """One optimizer step.
+        """Runs one optimizer step; returns upstream's results.
 
-        Upstream accumulates gradients in its pipeline only; DeepSpeed does everywhere, and counts micro batches
-        itself: an iteration is as many of them as make up the global batch.
+        Upstream accumulates gradients only in its pipeline. DeepSpeed accumulates them everywhere and counts micro
+        batches itself; an iteration here is all micro batches of the global batch.
         """
         self.profiling.before(self.iteration + 1)
         with self.phases.inside(OPTIMIZER if self._upstream.get_args().pipe_parallel_size == 0 else WAIT):
@@ -101,13 +101,13 @@ class Recorder:
         return None if iterator is None else _Timed(iterator, self.phases)
 
     def backward_step(self, *given: Any) -> Any:
-        """Upstream's, with its clipping, in a phase of its own."""
+        """Calls upstream's backward step, including its clipping, in a phase of its own."""
         with self.phases.inside(BACKWARD):
             return self._original["backward_step"](*given)
 
     def _step(self, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
         args = self._upstream.get_args()
-        self._lr = optimizer.param_groups[0]["lr"]  # of this step; upstream logs that of the next
+        self._lr = optimizer.param_groups[0]["lr"]  # this step's; upstream logs the next step's
         step = self._original["train_step"]
         if args.pipe_parallel_size > 0 or args.gas == 1:
             return step(forward, iterator, model, optimizer, scheduler)
@@ -118,9 +118,9 @@ class Recorder:
     def training_log(
         self, losses: Any, totals: Any, rate: float, iteration: int, scale: float | None, *rest: Any
     ) -> Any:
-        """A line of metrics.jsonl at the first, the last and every ``log_interval``-th iteration.
+        """Writes a line to metrics.jsonl at the first, the last and every ``log_interval``-th iteration.
 
-        Called at every iteration: a run that is asked to end saves, and raises :class:`Preempted`.
+        Upstream calls it at every iteration: a run that is asked to end saves, and raises :class:`Preempted`.
         """
         train = self.experiment.train
         self.iteration = iteration
@@ -162,7 +162,7 @@ class Recorder:
             raise AgreedError(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
 
     def evaluate(self, forward: Any, *given: Any, **named: Any) -> Any:
-        """Keeps the loss that upstream prints; every batch is a sign of life."""
+        """Keeps the loss that upstream prints, and writes a heartbeat at every batch."""
 
         def beating(*batch: Any) -> Any:
             heartbeat.beat(heartbeat.EVAL)
@@ -176,7 +176,8 @@ class Recorder:
     def evaluate_and_print_results(
         self, prefix: str, forward: Any, iterator: Any, model: Any, iteration: int, verbose: bool = False
     ) -> None:
-        """A line of metrics.jsonl for each evaluation. The last iteration's is made once, after the loop."""
+        """Writes a line to metrics.jsonl for each evaluation. After the last iteration it evaluates once, after the
+        loop."""
         if iteration == self.experiment.train.train_iters and prefix.startswith("iteration"):
             return
         started = time.monotonic()
@@ -192,9 +193,9 @@ class Recorder:
         self._logged_at += seconds  # not training time
 
     def save_checkpoint(self, iteration: int, *given: Any) -> None:
-        """Upstream saves the last iteration twice where ``save_interval`` divides it; here once.
+        """Saves a checkpoint. Upstream saves the last iteration twice if ``save_interval`` divides it; this saves once.
 
-        A checkpoint that cannot be written ends the run only where no other is to come.
+        A write error ends the run only at the last checkpoint.
         """
         if iteration == self._saved:
             return
@@ -216,7 +217,8 @@ class Recorder:
         self._saved = iteration
 
     def _note_layout(self, folder: Path) -> None:
-        """Records the layout of the checkpoint for the next launch; once a node, as nodes may not share the folder."""
+        """Records the layout of the checkpoint for the next launch, once per node, because nodes may not share the
+        folder."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             args = self._upstream.get_args()
             replicas = args.world_size // (args.model_parallel_size * max(1, args.pipe_parallel_size))
@@ -224,7 +226,7 @@ class Recorder:
             write_atomic(folder / LAYOUT, (json.dumps(layout, indent=2) + "\n").encode())
 
     def load_checkpoint(self, *given: Any, **named: Any) -> int:
-        """Records the iteration that the run continues from."""
+        """Loads the checkpoint, and records and returns the iteration from which the run continues."""
         if self._checkpoints.begins():
             self._say(f"{self._upstream.get_args().load} holds no checkpoint yet: training begins from scratch")
             return 0
@@ -247,13 +249,13 @@ class Recorder:
             print(line, flush=True)
 
     def event(self, event: Event, **fields: object) -> None:
-        """A line for programs, from rank 0."""
+        """Writes an event to events.jsonl, on rank 0."""
         if self.first:
             append_event(self.run_folder, event, **fields)
 
 
 class _Timed:
-    """An iterator whose work is the data's phase."""
+    """An iterator whose time counts as the phase of data."""
 
     def __init__(self, iterator: Any, phases: Phases) -> None:
         self._iterator, self._phases = iterator, phases
@@ -274,11 +276,11 @@ _INSTRUCTIONS = {
     "ReduceTiedGrads": SYNC,
     "OptimizerStep": OPTIMIZER,
 }
-"""Instructions of DeepSpeed's pipeline; the others send and receive."""
+"""Phases of the instructions of DeepSpeed's pipeline; all other instructions send or receive."""
 
 
 def time_phases(model: Any, phases: Phases) -> None:
-    """Makes what exchanges gradients, and each instruction of a pipeline, tell its phase."""
+    """Times gradient exchange, and each instruction of a pipeline, as a phase."""
     for name in ("allreduce_gradients", "allreduce_params"):  # DeepSpeed's engine, and upstream's own DDP
         if hasattr(model, name):
             setattr(model, name, phases.around(SYNC, getattr(model, name)))

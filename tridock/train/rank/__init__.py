@@ -1,1 +1,1 @@
-"""One rank as a process: rendezvous, signals, logs, metrics, exit code."""
+"""A rank as a process: rendezvous, signals, logs, metrics, exit code."""

@@ -1,4 +1,4 @@
-"""Errors of collectives: a rank that has lost another, or NCCL's own failure, in NCCL's own words."""
+"""Errors of collectives: the loss of another rank, or a failure of NCCL, with NCCL's own message."""
 
 from typing import Final
 
@@ -20,12 +20,14 @@ _LOST: Final = (
 
 
 def collective_error(error: RuntimeError) -> Problem | None:
-    """The problem to report for a failed collective: its cause is :attr:`Cause.PEER_LOST` if the connection to another
-    rank was lost, and :attr:`Cause.NCCL_FAILED` if NCCL itself failed. None for any other error.
+    """Returns the problem to report for a failed collective; None for any other error.
+
+    Its cause is :attr:`Cause.PEER_LOST` if the connection to another rank was lost, and :attr:`Cause.NCCL_FAILED` if
+    NCCL itself failed.
     """
     got = reason(error)
     if any(mark in str(error) for mark in _LOST):
-        # A traceback would only bury the message of the rank that failed first.
+        # A traceback would bury the message of the rank that failed first.
         todo = "look for the rank that failed first: its message is in logs/rank-<N>.log"
         return Problem("collective", "lost the connection to another rank", got, todo, cause=Cause.PEER_LOST)
     if isinstance(error, dist.DistBackendError):
@@ -35,7 +37,7 @@ def collective_error(error: RuntimeError) -> Problem | None:
 
 
 def reason(error: BaseException) -> str:
-    """One line: what NCCL calls its last error and the code of its failure; of Gloo what its socket says."""
+    """Returns one line: NCCL's last error and the code of the failure, or the error of Gloo's socket."""
     text = str(error).strip() or type(error).__name__
     lines = [line.strip() for line in text.partition("\nException raised from")[0].splitlines()]
     first = lines[0].rpartition("pair.cc:")[2].partition("] ")[2] or lines[0]

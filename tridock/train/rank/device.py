@@ -1,4 +1,4 @@
-"""The device of a rank. A rank that should have a GPU never trains on the CPU without being asked to."""
+"""The device of a rank. A rank that should have a GPU never silently trains on the CPU."""
 
 import os
 import subprocess
@@ -10,9 +10,9 @@ from tridock.errors import Problem, RunError
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """The rank's GPU; the CPU with ``DS_ACCELERATOR=cpu``, and on a machine without GPUs.
+    """Returns the rank's GPU, or the CPU with ``DS_ACCELERATOR=cpu`` and on a machine without GPUs.
 
-    Raises :class:`RunError` with torch's reason if torch has no GPU for the rank although the image is one for GPUs
+    Raises :class:`RunError` with torch's reason if torch finds no GPU for the rank although the image is for GPUs
     (``DS_ACCELERATOR=cuda``) or ``nvidia-smi`` lists some.
     """
     accelerator = os.environ.get("DS_ACCELERATOR")
@@ -31,12 +31,12 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def set_tf32(enabled: bool) -> None:
-    """Sets TF32 for matrix products and convolutions. NVIDIA's images turn it on with a variable, torch does not."""
+    """Switches TF32 on or off for matrix products and convolutions. It is on in NVIDIA's images, off in torch."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = enabled
 
 
 def _reason() -> str:
-    """Why torch has no further GPU, in its own words where it has none at all."""
+    """Returns why torch has no GPU for this rank: torch's own message if it has none at all."""
     visible = os.environ.get(VISIBLE)
     among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     try:

@@ -1,4 +1,4 @@
-"""The records that a run writes: ``metrics.jsonl``, ``events.jsonl``, TensorBoard."""
+"""Writes a run's records: ``metrics.jsonl``, ``events.jsonl``, TensorBoard."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from tridock.contracts.run_folder import METRICS, TENSORBOARD, write_atomic
 
 
 def _iteration_of(line: bytes) -> float:
-    """The iteration of a line; infinite for one that was cut short."""
+    """Returns the iteration of a line; infinity for a truncated line."""
     try:
         return int(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
@@ -20,7 +20,7 @@ def _iteration_of(line: bytes) -> float:
 
 
 class Metrics:
-    """Writes metrics on rank 0; on the other ranks every call does nothing."""
+    """Writes metrics on rank 0; does nothing on the other ranks."""
 
     def __init__(self, run_folder: Path, active: bool, tensorboard: bool) -> None:
         self._path = run_folder / METRICS
@@ -32,9 +32,9 @@ class Metrics:
             self._board = SummaryWriter(str(run_folder / TENSORBOARD))
 
     def rewind(self, iteration: int) -> None:
-        """Removes the records after ``iteration``: a run that resumes from a checkpoint writes them again.
+        """Removes the records after ``iteration``, which a run that resumes from a checkpoint writes again.
 
-        An evaluation has the iteration that it follows, and comes before its checkpoint.
+        An evaluation has the iteration that it follows, and is recorded before that iteration's checkpoint.
         """
         if not self._active or not self._path.exists():
             return
@@ -56,7 +56,7 @@ class Metrics:
             self._scalars(split, {"iteration": iteration, "loss": loss})
 
     def samples(self, iteration: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Shows text in TensorBoard; ``events.jsonl`` has it for all others."""
+        """Writes samples of text to TensorBoard only; they are also in ``events.jsonl``."""
         if self._board is not None:
             with self._ending_on_error():
                 for number, it in enumerate(samples):
@@ -78,7 +78,7 @@ class Metrics:
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:
-        """The writer's thread ends at its first error, and every call after that raises it again."""
+        """Stops TensorBoard's writer at its first error: its thread ends then, and every later call raises again."""
         try:
             yield
         except OSError as error:

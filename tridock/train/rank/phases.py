@@ -1,7 +1,7 @@
-"""The time of a step by phase, without synchronization: wall clock on a CPU, events in the stream on a GPU.
+"""Measures a step by phase, without synchronization: by wall clock on a CPU, by events in the stream on a GPU.
 
-Every moment belongs to one phase, the innermost one entered, so the phases of a step add up to it. On a GPU a phase is
-the device's time between two events, idle time included.
+Every moment belongs to one phase, the innermost one, so the phases of a step add up to its time. On a GPU a phase is
+the device's time between two events, including idle time.
 """
 
 import time
@@ -18,7 +18,7 @@ FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 SYNC: Final = "gradient_sync"
 WAIT: Final = "pipeline_wait"
-"""Pipeline stages that send, receive, or wait for each other."""
+"""Time in which pipeline stages send, receive, or wait for each other."""
 OPTIMIZER: Final = "optimizer"
 EVALUATION: Final = "evaluation"
 CHECKPOINT: Final = "checkpoint"
@@ -41,7 +41,7 @@ class Phases:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Charges the enclosed time to this phase, except for phases nested in it; nothing nests in an evaluation."""
+        """Charges the enclosed time to this phase, except for nested phases. An evaluation ignores nested phases."""
         if self._stack[-1] == EVALUATION:
             yield
             return
@@ -64,7 +64,8 @@ class Phases:
     def sync_follows(self, parameters: list[nn.Parameter]) -> None:
         """Charges the rest of a backward pass to ``gradient_sync`` once these parameters have their gradients.
 
-        For DDP: they are the model's first, whose gradients come last, while earlier buckets are exchanged."""
+        DDP exchanges earlier buckets meanwhile; these are the model's first parameters, whose gradients come last.
+        """
 
         def has_gradient(_: torch.Tensor) -> None:
             if self._stack[-1] in (BACKWARD, SYNC):
@@ -86,7 +87,7 @@ class Phases:
             self._since = now
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase since the last call; events that a GPU has not reached count for the next call."""
+        """Returns seconds by phase since the last call. Events that a GPU has not reached count in the next call."""
         self._charge(self._stack[-1])
         while self._marks and self._marks[0][0].query():
             event, name = self._marks.popleft()
@@ -99,6 +100,7 @@ class Phases:
 
 
 def step_seconds(seconds: dict[str, float], steps: int) -> dict[str, float]:
-    """Seconds of one step, given those of ``steps``; evaluations and checkpoints have events of their own."""
+    """Returns the seconds per step, from those of ``steps`` steps. Leaves out evaluations and checkpoints, which have
+    events of their own."""
     own = {name: spent for name, spent in seconds.items() if name not in (EVALUATION, CHECKPOINT)}
     return {name: round(spent / steps, 7) for name, spent in own.items()}

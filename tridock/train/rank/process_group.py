@@ -22,7 +22,7 @@ from tridock.errors import Problem, RequestError, RunError, TridockError
 from tridock.train.rank.device import choose_device
 
 TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
-"""DeepSpeed's variable: the timeout of a collective in minutes, and the most that the rendezvous waits."""
+"""DeepSpeed's variable: the timeout of a collective in minutes, which also limits the rendezvous."""
 _DEFAULT_TIMEOUT_MINUTES: Final = 30
 _RECORDER_VARIABLES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 _OLD_RECORDER_VARIABLES: Final = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -39,7 +39,7 @@ class Ranks:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    """The process group of the collectives that get these ranks; None: the default one."""
+    """The process group of the collectives that are given these ranks; None for the default group."""
 
     @property
     def backend(self) -> str:
@@ -52,15 +52,15 @@ class Ranks:
         return self.rank == 0
 
     def in_background(self) -> Ranks:
-        """The same ranks with a Gloo group of their own, for the collectives of another thread. A collective."""
+        """Returns these ranks with a Gloo group of their own, for collectives of another thread. A collective."""
         return replace(self, device=torch.device("cpu"), group=dist.new_group(backend="gloo"))
 
 
 def join() -> Ranks:
     """Joins the process group that the launcher's environment describes; a process started alone is a world of one.
 
-    Raises :class:`RunError` if the rank lacks its GPU or not all ranks join, and :class:`AgreedError` if the world has
-    another size than planned (a launcher that did not find its hostfile silently trains on one machine).
+    Raises :class:`RunError` if the rank has no GPU or not all ranks join, and :class:`AgreedError` if the world has
+    another size than planned: a launcher that does not find its hostfile would silently train on one machine.
     """
     environment = os.environ
     environment.setdefault("RANK", "0")
@@ -79,7 +79,7 @@ def join() -> Ranks:
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except dist.DistBackendError:
-        raise  # NCCL says what is wrong itself
+        raise  # NCCL's message names the problem
     except (dist.DistError, RuntimeError, ValueError) as error:
         meeting = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         what = f"the {environment['WORLD_SIZE']} ranks did not all meet at {meeting}"
@@ -106,7 +106,7 @@ def enable_flight_recorder(prefix: Path) -> None:
 
 
 def check_world(ranks: Ranks) -> None:
-    """Raises :class:`AgreedError` if the world differs from the planned size, where the launcher set one."""
+    """Raises :class:`AgreedError` if the world size differs from the planned one, if the launcher set that."""
     planned = os.environ.get(environment.WORLD_SIZE)
     if planned is not None and int(planned) != ranks.world_size:
         todo = "check the hostfile that the launcher read (logs/launcher.log) and that every node started its ranks"
@@ -123,14 +123,14 @@ class AgreedError(Exception):
 
 
 class LostRankError(RunError):
-    """Another rank has failed: its message explains the run's end, and not this one."""
+    """Another rank has failed, and its message, not this one, explains the end of the run."""
 
 
 @contextmanager
 def agree_on_errors(ranks: Ranks) -> Iterator[None]:
-    """An error on any rank inside stops all of them: each raises :class:`AgreedError` with the problems of all.
+    """Makes an error on any rank inside the block an error on all: each raises :class:`AgreedError` with all problems.
 
-    A collective: every rank must enter and leave it.
+    A collective: every rank must enter and leave the block.
     """
     error: TridockError | None = None
     try:
@@ -165,7 +165,7 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """The mean of a scalar over the ranks, on all of them. A collective."""
+    """Returns the mean of a scalar over the ranks, on all of them. A collective."""
     total = value.detach().to(torch.float32, copy=True)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -179,9 +179,9 @@ def any_rank(ranks: Ranks, here: bool) -> bool:
 
 
 class AnyRank:
-    """Whether the flag of the call before was true on any rank. Every call is a collective of four bytes.
+    """Returns whether the previous call's flag was true on any rank. Every call is a collective of four bytes.
 
-    The flags travel while the next step runs: no rank waits for its device, or for another rank.
+    The flags are reduced during the next step, so no rank waits for its device or for another rank.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -198,23 +198,23 @@ class AnyRank:
             flag = torch.full((), int(here), dtype=torch.int32)
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)
             return lambda: bool(work.wait()) and bool(flag)
-        with torch.cuda.stream(self._stream):  # of its own: neither waits for the step nor holds it up
+        with torch.cuda.stream(self._stream):  # its own stream neither waits for the step nor delays it
             flag = torch.full((), int(here), dtype=torch.int32, device=self._device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             on_host = torch.empty((), dtype=torch.int32, pin_memory=True).copy_(flag, non_blocking=True)
             arrived = self._stream.record_event()
 
         def result() -> bool:
-            arrived.synchronize()  # long since
+            arrived.synchronize()  # already reached during the step
             return bool(on_host)
 
         return result
 
 
 def peak_memory_by_rank(ranks: Ranks) -> list[int]:
-    """The peak memory of each rank in bytes: what torch allocated on the GPU, or the process's resident set.
+    """Returns the peak memory of each rank in bytes: torch's allocations on the GPU, or the process's resident set.
 
-    A collective of eight bytes a rank.
+    A collective of eight bytes per rank.
     """
     if ranks.device.type == "cuda":
         held = torch.cuda.max_memory_allocated()
@@ -227,30 +227,32 @@ def peak_memory_by_rank(ranks: Ranks) -> list[int]:
 
 
 class PeakMemory:
-    """Peak memory by rank, in the metrics of the 1st, 2nd, 4th, … logged iteration: peaks rise early if at all, and
-    each report is a collective and a long line with many ranks."""
+    """Adds peak memory by rank to the metrics of the 1st, 2nd, 4th, 8th, … logged iteration.
+
+    Peaks rise early if at all; each report is a collective, and a long line with many ranks.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._logged = 0
 
     def metrics(self) -> dict[str, list[int]]:
-        """``memory_bytes`` by rank, or nothing. Call it on all ranks for each logged iteration."""
+        """Returns ``memory_bytes`` by rank, or nothing. Call it on all ranks at each logged iteration."""
         self._logged += 1
         is_power_of_two = self._logged & (self._logged - 1) == 0
         return {"memory_bytes": peak_memory_by_rank(self._ranks)} if is_power_of_two else {}
 
 
 def device_name(ranks: Ranks) -> str:
-    """The GPU's name, or ``cpu``."""
+    """Returns the GPU's name, or ``cpu``."""
     return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
 
 
 def leave() -> None:
-    """Destroys the process group; without that a process that has finished may abort at exit.
+    """Destroys the process group; otherwise a finished process may abort at exit.
 
-    DDP models must be freed before: a reducer that is the last to hold the group would wait for Gloo's threads with
-    the GIL held, and they for the GIL.
+    DDP models must be freed before: a reducer that holds the last reference to the group would wait for Gloo's threads
+    with the GIL held, while they wait for the GIL.
     """
     if dist.is_available() and dist.is_initialized():
         gc.collect()

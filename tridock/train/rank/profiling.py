@@ -1,8 +1,8 @@
 """Profiles the last iterations of a run: a trace of each rank, and the share of communication in a step.
 
-Exposed communication is time in which communication is in flight and nothing is computed: on a GPU NCCL's kernels while
-no other kernel and no copy runs; on a CPU Gloo's unfinished operations while the rank's own thread runs no operator. It
-includes waiting for a slower rank or another pipeline stage.
+Exposed communication is the time with communication in flight and without computation. On a GPU NCCL's kernels run
+then, and no other kernel or copy; on a CPU Gloo has unfinished operations, and the rank's own thread runs no operator.
+It includes waiting for a slower rank or another pipeline stage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,14 +26,14 @@ _STEP: Final = "tridock::step"
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of the time of steps: with communication in flight, and with nothing but communication."""
+    """Shares of the steps' time with communication in flight, and with communication only."""
 
     in_flight: float
     exposed: float
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """The length of the union of spans."""
+    """Returns the length of the union of spans, in microseconds."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))
@@ -42,7 +42,7 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def shares(communication: Sequence[Span], computation: Sequence[Span], steps: Sequence[Span]) -> Shares:
-    """The shares in ``steps``, which do not overlap. Exposed = |communication or computation| - |computation|."""
+    """Returns the shares in non-overlapping ``steps``. Exposed = |communication or computation| - |computation|."""
     in_flight = exposed = 0.0
     for step in steps:
         sent, computed = _within(communication, step), _within(computation, step)
@@ -53,12 +53,12 @@ def shares(communication: Sequence[Span], computation: Sequence[Span], steps: Se
 
 
 def _within(spans: Iterable[Span], step: Span) -> list[Span]:
-    """The parts of the spans inside the step."""
+    """Yields the parts of the spans inside the step."""
     return [(max(first, step[0]), min(last, step[1])) for first, last in spans if first < step[1] and last > step[0]]
 
 
 def shares_of(events: Sequence[Any]) -> Shares:
-    """The shares, from the profiler's events, in which each step has a mark."""
+    """Returns the shares from the profiler's events, which have an annotation per step."""
     marks = [event for event in events if event.name == _STEP and event.device_type == DeviceType.CPU]
     own = [event for event in events if event.device_type == DeviceType.CPU]
     # Annotations also appear on the device, under their CPU names; kernels have other names.
@@ -89,7 +89,7 @@ class Profiling:
         self._step: record_function | None = None
 
     def before(self, iteration: int) -> None:
-        """Call it before each step."""
+        """Starts the profiler before the first profiled step. Call it before each step."""
         if iteration < self._first:
             return
         if self._profiler is None:
@@ -102,7 +102,7 @@ class Profiling:
         self._step.__enter__()
 
     def after(self, iteration: int) -> None:
-        """Call it after each step; the last call is a collective."""
+        """Ends and records the profile after the last step. Call it after each step; the last call is a collective."""
         if self._step is None:
             return
         self._synchronize()

@@ -21,7 +21,7 @@ from tridock.contracts.run_folder import rank_log
 
 CLOSE_LIMIT_S = 3.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1)
-# Tells the child to finish with what is in the pipe. No launcher sends it; Slurm's --signal reaches children too.
+# Makes the child finish with the content of the pipe. No launcher sends it; Slurm's --signal reaches children too.
 _FINISH = signal.SIGRTMIN
 _CHUNK = 1 << 16
 _TICK_S = 0.02
@@ -42,8 +42,8 @@ class RankLog:
         sys.stdout.flush()
         sys.stderr.flush()
         read_end, write_end = os.pipe()
-        # A signal to stop the rank reaches the child as well, which ends by itself after the rank. Signals are blocked
-        # until the child ignores them.
+        # A signal that stops the rank also reaches the child, which must end after the rank: signals are blocked until
+        # the child ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_IGNORED, _FINISH))
         child = os.fork()
         if child == 0:
@@ -70,8 +70,8 @@ class RankLog:
     def close(self) -> None:
         """Restores the streams and waits for the copy to end.
 
-        A process that the rank left behind may keep the pipe open: after ``CLOSE_LIMIT_S`` seconds the copy ends with
-        what has been written by then.
+        A leftover process of the rank may keep the pipe open: after ``CLOSE_LIMIT_S`` seconds the copy ends with the
+        output so far.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,25 +81,25 @@ class RankLog:
         deadline = time.monotonic() + CLOSE_LIMIT_S
         while os.waitpid(self._child, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
-                # Repeatedly: Python handles a signal that arrives just before a read only after that read.
+                # Signals repeatedly: Python handles a signal that arrives just before a read only after that read.
                 os.kill(self._child, _FINISH)
             time.sleep(_TICK_S)
 
 
 class _Copy:
-    """The child: copies until the last writer has gone, or until ``finish``."""
+    """The child process: copies until the last writer has closed the pipe, or until ``finish``."""
 
     def __init__(self, source: int, targets: tuple[int, ...]) -> None:
         self._source, self._alive = source, list(targets)
-        self._lost = dict.fromkeys(targets, 0)  # bytes that found no room
+        self._lost = dict.fromkeys(targets, 0)  # bytes that did not fit on the disk
         self._remaining: int | None = None  # bytes still to copy, once ``finish`` has set them
 
     def finish(self, *_: object) -> None:
-        """Signal handler: copy only what is in the pipe now, even if somebody still writes."""
+        """Signal handler: copies only the current content of the pipe, even if a process still writes to it."""
         if self._remaining is None:
             size = fcntl.ioctl(self._source, termios.FIONREAD, bytes(4))
             self._remaining = int.from_bytes(size, sys.byteorder)
-            os.set_blocking(self._source, False)  # the read that this signal interrupted is retried, and ends
+            os.set_blocking(self._source, False)  # Python retries the read that this signal interrupted; it now returns
 
     def run(self) -> NoReturn:
         """Copies, then ends the process."""
@@ -118,7 +118,7 @@ class _Copy:
             os._exit(0)
 
     def _write(self, chunk: bytes) -> None:
-        """Writes to every target. A full disk misses some, and says so later; one that is gone is dropped."""
+        """Writes to every target. Later reports the bytes that a full disk missed; drops a target that is closed."""
         for target in list(self._alive):
             lost = self._lost[target]
             missed = b"\n[%d bytes found no room on the disk]\n" % lost if lost else b""
@@ -131,7 +131,7 @@ class _Copy:
 
 
 def _write_all(target: int, data: bytes) -> bytes:
-    """Returns what found no room."""
+    """Writes the data; returns the bytes that did not fit on a full disk."""
     while data:
         try:
             data = data[os.write(target, data) :]

@@ -1,6 +1,6 @@
-"""One rank of any engine: what surrounds its training, from its environment to its exit code.
+"""Runs one rank of any engine, from its environment to its exit code.
 
-The launcher's environment tells which rank this is: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+The launcher's environment identifies the rank: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 _ROOM_S: Final = 60.0
-"""For a full disk to have room for the end of a run that has finished."""
+"""Seconds that a finished run waits for space on a full disk, to record its end."""
 
 
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
-    """Runs the program with its output copied to the rank's log; returns the exit code. Call it first: it forks."""
+    """Runs the program and copies its output to the rank's log; returns the exit code. Call it first: it forks."""
     os.environ.update(slurm_rank_env(os.environ))
     os.environ.update(rank_devices(os.environ))
     os.environ.pop(environment.DEVICES, None)
@@ -51,16 +51,16 @@ def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
 
 @contextlib.contextmanager
 def _heartbeat(run_folder: Path, rank: int) -> Iterator[None]:
-    """Writes the rank's heartbeat, and its stacks when the node agent asks for them, even from inside C code."""
+    """Writes the rank's heartbeat, and its stacks when the node agent requests them, even inside C code."""
     path = heartbeat.stacks_path(run_folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as stacks:
-        # Before the first heartbeat: the agent may then send the signal, which would end a process without the handler.
+        # Before the first heartbeat: the agent may then send the signal, which kills a process without a handler.
         faulthandler.register(heartbeat.STACKS_SIGNAL, stacks, all_threads=True)
         signals.handle_sigusr1()
         heartbeat.start(run_folder, rank)
         yield
-        signal.signal(heartbeat.STACKS_SIGNAL, signal.SIG_IGN)  # a late one must not end the process
+        signal.signal(heartbeat.STACKS_SIGNAL, signal.SIG_IGN)  # a late signal must not end the process
 
 
 def form_world(run_folder: Path) -> Ranks:
@@ -90,19 +90,19 @@ def record_end(run_folder: Path, ranks: Ranks, iteration: int) -> None:
 
 
 def end(code: int, at_once: bool = False) -> None:
-    """Ends the process without cleanup if it failed, or ``at_once`` in any case; else does nothing.
+    """Ends the process without cleanup if it failed, or always if ``at_once``; otherwise does nothing.
 
-    Megatron keeps its process groups until the end, where Gloo's threads may abort a process that has finished.
+    Megatron keeps its process groups until the end, and Gloo's threads may then abort a finished process.
     """
     if code or at_once:
-        # A process group that has lost a rank cannot be destroyed in order; do not wait for it.
+        # A process group that has lost a rank cannot be destroyed cleanly; do not wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
 def _run_guarded(run_folder: Path, program: Callable[[], None]) -> int:
-    """Runs the program, and turns every error into one message and an exit code."""
+    """Runs the program; turns every error into one message and an exit code, which it returns."""
     rank = os.environ.get("RANK", "0")
     # Imported here: torch takes seconds, and its output belongs in the rank's log.
     from tridock.train.rank import process_group
@@ -111,12 +111,12 @@ def _run_guarded(run_folder: Path, program: Callable[[], None]) -> int:
     try:
         program()
     except process_group.AgreedError as agreed:
-        # Every rank has it. Rank 0 reports it before any rank exits: the launcher stops all when the first has gone.
+        # Every rank has this error. Rank 0 reports it before any rank exits, because then the launcher stops all.
         heartbeat.beat(heartbeat.FAILED, code=agreed.error.exit_code)
         if rank == "0":
             _report(run_folder, rank, agreed.error.exit_code, str(agreed.error), agreed.error.problems, agreed=True)
         _clear_frames(agreed)
-        with contextlib.suppress(RuntimeError):  # a rank has gone meanwhile
+        with contextlib.suppress(RuntimeError):  # another rank has exited meanwhile
             process_group.barrier()
             process_group.leave()
         return agreed.error.exit_code
@@ -144,7 +144,7 @@ def _run_guarded(run_folder: Path, program: Callable[[], None]) -> int:
             kind = {"consequence": True} if problem.cause == Cause.PEER_LOST else {}
             _report(run_folder, rank, code, f"rank {rank}: {problem}", (problem,), **kind)
         return code
-    except BaseException as error:  # whatever it is, the launcher needs an exit code
+    except BaseException as error:  # the launcher needs an exit code after any error
         _report_exception(run_folder, rank, error)
         return RunError.exit_code
     with contextlib.suppress(RuntimeError):  # the work is done; a rank that left first does not undo it
@@ -153,10 +153,10 @@ def _run_guarded(run_folder: Path, program: Callable[[], None]) -> int:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Releases what the frames of an error hold, such as the model, while the process group still exists.
+    """Clears the frames of an error, to release objects such as the model while the process group still exists.
 
-    Otherwise DDP's reducer is the last to hold the group and destroys it with the GIL held: a deadlock with Gloo's
-    threads, which wait for the GIL.
+    Otherwise DDP's reducer has the last reference to the group and destroys it with the GIL held: a deadlock with
+    Gloo's threads, which wait for the GIL.
     """
     chain: BaseException | None = error
     while chain is not None:
@@ -165,7 +165,8 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _leave_preempted(run_folder: Path, rank: str, preempted: signals.Preempted) -> int:
-    """Called on every rank; none exits before rank 0 has reported: the launcher stops all when the first has gone."""
+    """Reports the preemption on rank 0; returns the exit code. No rank exits before that, because then the launcher
+    stops all. Call it on every rank."""
     from tridock.train.rank import process_group
 
     if rank == "0":
@@ -195,10 +196,10 @@ def _report(
     cause: Cause = Cause.REFUSED,
     **kind: bool,
 ) -> None:
-    """Prints why the rank ends and records it: ``reason`` is a text, or the problems of one of Tridock's errors.
+    """Prints and records why the rank ends; ``reason`` is a text, or the problems of a Tridock error.
 
-    ``consequence=True``: not the rank's own failure; another rank was lost, or this one was terminated.
-    ``agreed=True``: every rank found the same.
+    ``consequence=True`` marks the consequence of another failure: a lost rank, or termination. ``agreed=True`` marks an
+    error that every rank found.
     """
 
     heartbeat.beat(heartbeat.LOST if kind.get("consequence") else heartbeat.FAILED, code=code)
@@ -212,10 +213,10 @@ def _report(
 
 
 def slurm_rank_env(env: Mapping[str, str]) -> dict[str, str]:
-    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of a task that ``srun`` itself started, from Slurm's variables.
+    """Returns RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of a task started by ``srun``, from Slurm's variables.
 
-    Empty if a launcher has set them, and for a process that is not one of as many tasks as the run has ranks: every
-    shell of a job has Slurm's variables.
+    Empty if a launcher has set them, or if the number of tasks is not the run's number of ranks: every shell in a job
+    has Slurm's variables.
     """
     if "RANK" in env or "SLURM_PROCID" not in env or env.get("SLURM_NTASKS") != env.get(environment.WORLD_SIZE):
         return {}

@@ -1,8 +1,8 @@
-"""SIGTERM and SIGUSR1 on a rank: exit at once, or save a checkpoint first.
+"""Handles SIGTERM and SIGUSR1 on a rank: exits immediately, or saves a checkpoint first.
 
-A scheduler sends them before a job's time is over. Inside :func:`save_on_signal` the first one is recorded, and the
-training loop saves after the current step or the next; anywhere else SIGTERM ends the rank at once. So it does if the
-run folder holds ``.stopped``: ``tridock stop`` and Ctrl-C ask for no checkpoint.
+A scheduler sends them before a job's time limit. Inside :func:`save_on_signal` the first one is recorded, and the
+training loop saves after the current step or the next. Anywhere else SIGTERM ends the rank immediately; so it does if
+the run folder has ``.stopped``, because ``tridock stop`` and Ctrl-C request no checkpoint.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from typing import Final
 from tridock.contracts.run_folder import STOPPED
 
 STEP_SECONDS = 120.0
-"""The time from SIGTERM to the end of the step; a rank that exceeds it waits for one that has gone."""
+"""Time limit from SIGTERM to the end of the step; a rank that exceeds it waits for a rank that has exited."""
 BURST_SECONDS = 3.0
-"""A launcher forwards a SIGTERM that the ranks have already received; a later one is a second request."""
+"""Time in which a repeated SIGTERM counts as the same one, forwarded by a launcher; a later one is a second request."""
 _EXIT_SECONDS = 5.0
 _RETRY_SECONDS: Final = 0.05
 
 
 class Stopped(BaseException):
-    """The rank must exit at once. Not an Exception: no caller may handle it as an ordinary failure."""
+    """The rank must exit immediately. Not an Exception, so that no caller handles it as an ordinary failure."""
 
 
 class Preempted(BaseException):
-    """The run has saved and exits, because a signal asked for it. Raised on every rank."""
+    """The run has saved a checkpoint and exits, because of a signal. Raised on every rank."""
 
     def __init__(self, iteration: int) -> None:
         super().__init__(f"saved after iteration {iteration}, as SIGTERM or SIGUSR1 asked")
@@ -52,15 +52,15 @@ _state = _State()
 
 
 def handle_sigusr1() -> None:
-    """Records SIGUSR1 from now on; without a handler it would end the rank."""
+    """Starts recording SIGUSR1, which would otherwise end the rank."""
     signal.signal(signal.SIGUSR1, _on_sigusr1)
 
 
 def listen(run_folder: Path) -> None:
-    """Handles SIGTERM and SIGUSR1 from now on; a rank inside a collective exits as well.
+    """Starts handling SIGTERM and SIGUSR1, even while the rank waits in a collective.
 
-    Python runs signal handlers between bytecodes, and a rank that waits for a dead one executes none.
-    The wake-up descriptor is written by the C handler itself, so a thread can see the signal and end the process.
+    Python runs signal handlers between bytecodes, and a rank that waits for a dead rank executes none. The C handler
+    itself writes to the wake-up descriptor, so that a thread sees the signal and ends the process.
     """
     _state.run_folder = run_folder
     read_end, write_end = os.pipe()
@@ -73,7 +73,7 @@ def listen(run_folder: Path) -> None:
 
 @contextlib.contextmanager
 def save_on_signal() -> Iterator[None]:
-    """Encloses a training loop that calls :func:`save_requested` after every step."""
+    """Encloses a training loop that calls :func:`save_requested` after every step. A context manager."""
     _state.can_save = True
     try:
         yield
@@ -82,9 +82,9 @@ def save_on_signal() -> Iterator[None]:
 
 
 def save_requested(any_rank: Callable[[bool], bool]) -> bool:
-    """Whether any rank has received a signal; all ranks find out after the same step, at most one step later.
+    """Whether any rank has received a signal. All ranks get True after the same step, at most one step later.
 
-    ``any_rank`` is the collective that returns whether its argument, or that of the call before, is true on any rank.
+    ``any_rank`` is a collective that returns whether its argument, or that of the previous call, is true on any rank.
     """
     _state.step_done = any_rank(_state.save_requested_here)
     return _state.step_done
@@ -105,7 +105,7 @@ def _on_sigterm(_number: int, frame: FrameType | None) -> None:
 
 
 def _waits_for_step() -> bool:
-    """Whether this SIGTERM asks for a checkpoint and is not the second one. One after SIGUSR1 is the first."""
+    """Whether this SIGTERM is the first and requests a checkpoint. One after SIGUSR1 counts as the first."""
     if not _state.can_save or (_state.run_folder is not None and (_state.run_folder / STOPPED).exists()):
         return False
     now = time.monotonic()
@@ -116,7 +116,7 @@ def _waits_for_step() -> bool:
 
 
 def _watch(read_end: int) -> None:
-    """Ends the process if its main thread cannot."""
+    """Ends the process if the main thread cannot handle the signal."""
     deadline, awaits_step = float("inf"), False
     while True:
         remaining = max(0.0, deadline - time.monotonic())

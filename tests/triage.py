@@ -35,6 +35,7 @@ PROVOKED: Final = {
     "peer-lost": _RANKS,
     "exited-without-message": _RANKS,
     "program-failed": "integration/test_run.py",
+    "mpirun-signal": "integration/test_mpirun.py",
     "setup-failed": "unit/node/test_node_starter.py",
     "program-not-started": "unit/node/test_node_starter.py",
     "ssh-host-key": "integration/test_security.py",

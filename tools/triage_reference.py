@@ -17,6 +17,9 @@ _PLACES = {
     "rank": "N",
     "code": "…",
     "signal": "",
+    "host": "its node",
+    "number": "…",
+    "meaning": "its name",
 }
 
 

@@ -29,6 +29,7 @@ for epoch in range(parser.parse_args().epochs):
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     print(f"step={epoch + 1} loss={total.item() / (epoch + 1)}", flush=True)
+torch.distributed.destroy_process_group()
 """
 
 

@@ -171,7 +171,7 @@ def test_a_head_that_stood_still_leaves_the_run_to_its_successor(twin: Twin, cal
         assert [event["node"] for event in run.events("taken_over")] == [HEAD]
         assert run.losses() == calm
         said = (run.folder / "logs" / "launcher.log").read_text()
-        assert said.count("tridock: the supervisor on node-1 stood still, and ") == 1
+        assert said.count("tridock: the supervisor on node-1 was suspended, and ") == 1
 
 
 @pytest.mark.full

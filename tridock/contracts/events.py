@@ -76,6 +76,7 @@ class Cause(StrEnum):
     RANK_SIGNALLED = "rank_signalled"
     RANK_EXITED = "rank_exited"
     RANK_VANISHED = "rank_vanished"
+    RANK_GONE = "rank_gone"  # the first to end under a launcher that reports an error; only the launcher saw how
     RANK_STOPPED = "rank_stopped"
     RANK_HUNG = "rank_hung"
     COLLECTIVE_HUNG = "collective_hung"
@@ -95,7 +96,8 @@ class Cause(StrEnum):
 
 _EVENTS = {
     **dict.fromkeys(
-        (Cause.RANK_KILLED_FOR_MEMORY, Cause.RANK_SIGNALLED, Cause.RANK_EXITED, Cause.RANK_VANISHED), Event.RANK_DIED
+        (Cause.RANK_KILLED_FOR_MEMORY, Cause.RANK_SIGNALLED, Cause.RANK_EXITED, Cause.RANK_VANISHED, Cause.RANK_GONE),
+        Event.RANK_DIED,
     ),
     **dict.fromkeys((Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG), Event.RANK_HUNG),
     **dict.fromkeys((Cause.NODE_SILENT, Cause.SSH_SESSION_LOST), Event.NODE_LOST),

@@ -32,7 +32,7 @@ def diagnose(facts: Facts) -> Diagnosis:
             if not where and facts.cause in rule.causes:
                 return _made(rule, facts, None, "")
             asked = rule.own or where or facts.own_error is None
-            asked = asked and (not rule.events or facts.kind in rule.events)
+            asked = asked and _has_event(rule, facts)
             if asked and rule.says and (match := rule.says.search(text)):
                 return _made(rule, facts, match, where)
         if (own := facts.own_error) is not None and not where:
@@ -45,8 +45,12 @@ def diagnose(facts: Facts) -> Diagnosis:
     raise AssertionError("the last rule fits every failure")
 
 
+def _has_event(rule: Rule, facts: Facts) -> bool:
+    return not rule.events or not rule.events.isdisjoint((facts.kind, facts.cause))
+
+
 def _is_about(rule: Rule, facts: Facts) -> bool:
-    return (not rule.events or facts.kind in rule.events) and (not rule.kernel or bool(facts.kernel))
+    return _has_event(rule, facts) and (not rule.kernel or bool(facts.kernel))
 
 
 def _texts(facts: Facts) -> Iterator[tuple[str, str]]:

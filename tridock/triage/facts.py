@@ -113,7 +113,7 @@ def _reason(first: FirstFailure | None, log: str) -> str:
     reason = str(first.event.get("reason") or first.reason)
     if first.event.get("rank") != first.rank:  # the event is from a rank that waited for it
         return f"{first.reason}\n{reason}"
-    if first.event.get("cause") == Cause.RANK_EXITED and (raised := _RAISED.findall(log)):
+    if first.event.get("cause") in (Cause.RANK_EXITED, Cause.RANK_GONE) and (raised := _RAISED.findall(log)):
         return str(raised[-1][1])
     # An exception's repr omits a file's name; the last line of its traceback includes it.
     name = re.match(r"(\w+)\(", reason)

@@ -31,8 +31,8 @@ class Rule:
     """Also search the value (``got``) of a Tridock error, which has its own remedy."""
     last: bool = False
     """Try the rule only if no text matches another."""
-    events: Set[Event] = frozenset()
-    """The events that a rule without codes applies to; empty: all."""
+    events: Set[Event | Cause] = frozenset()
+    """The events, or the cause codes of events, that a rule's text applies to; empty: all."""
     kernel: bool = False
     """Only if the kernel has logged an out-of-memory kill."""
     memory: bool = False
@@ -43,10 +43,14 @@ class Rule:
     """How the tests cover the rule: with a real fault, or with recorded upstream text."""
 
 
+def _event_or_cause(name: str) -> Event | Cause:
+    return Event(name) if name in tuple(Event) else Cause(name)
+
+
 def _read() -> Iterator[Rule]:
     path = Path(__file__).with_name("rules.yaml")
     for name, fields in parse_yaml(read_text(path, "the rules of triage"), str(path)).items():
-        causes, events = map(Cause, fields.pop("causes", ())), map(Event, fields.pop("events", ()))
+        causes, events = map(Cause, fields.pop("causes", ())), map(_event_or_cause, fields.pop("events", ()))
         says = "|".join(fields.pop("says", ()))
         pattern = re.compile(says, re.MULTILINE) if says else None
         yield Rule(name, **fields, causes=frozenset(causes), events=frozenset(events), says=pattern)

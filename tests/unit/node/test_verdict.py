@@ -63,7 +63,7 @@ def test_a_program_has_no_iterations() -> None:
 
 def test_a_rank_that_its_launcher_ended_is_not_the_first() -> None:
     ended = observed(2, alive=False, wait_status=signal.SIGTERM, gone_s=0.1)
-    first = Verdict(Cause.RANK_EXITED, "was the first to end, with an error by its launcher's account", "b", 3)
+    first = Verdict(Cause.RANK_GONE, "was the first to end, and its launcher reports an error", "b", 3)
     assert first_death({"a": [observed(0)], "b": [ended, gone(3, 0.4)]}) == first
     assert first_death({"a": [gone(0, 0.05)], "b": [ended]}) == Verdict(
         Cause.RANK_SIGNALLED, "was ended by SIGTERM", "b", 2, asked_to_end=True

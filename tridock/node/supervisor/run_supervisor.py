@@ -156,7 +156,7 @@ class RunSupervisor:
             return run_folder.EXIT_PREEMPTED, None
         if verdict is None and not self._is_stopped():
             verdict = self._launcher_verdict()
-        if verdict is not None and (verdict.cause is Cause.RANK_EXITED or verdict.asked_to_end):
+        if verdict is not None and (verdict.cause in (Cause.RANK_EXITED, Cause.RANK_GONE) or verdict.asked_to_end):
             verdict = self._lost_peer() or verdict
         if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
             self._record(verdict)

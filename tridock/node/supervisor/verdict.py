@@ -93,9 +93,7 @@ def first_gone(statuses_by_node: StatusByNode, since: float = 0.0, code: int = R
     if not gone:
         return None
     _, rank, node = max(gone)
-    return Verdict(
-        Cause.RANK_EXITED, "was the first to end, with an error by its launcher's account", node, -rank, code
-    )
+    return Verdict(Cause.RANK_GONE, "was the first to end, and its launcher reports an error", node, -rank, code)
 
 
 def _has_failed(status: RankStatus) -> bool:

@@ -17,7 +17,7 @@ from tridock.engines.megatron_core.engine import MegatronCore
 from tridock.engines.megatron_lm.engine import MegatronLM
 from tridock.engines.torch.engine import Torch
 from tridock.experiment import Experiment
-from tridock.layout.activations import Sizes, head_inputs, sizes_of
+from tridock.layout.activations import Attention, Sizes, head_inputs, sizes_of
 from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States, Term, layers_of_stage
 from tridock.layout.traffic import Sent, all_gather, all_reduce
 
@@ -104,8 +104,10 @@ class Torchtitan(Torch):
         rows = self.rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
         return head_inputs(sizes) + 3 * sizes.tokens * rows * 4
 
-    def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
-        terms = super().activation_terms(experiment, stage, accumulation, device)
+    def activation_terms(
+        self, experiment: Experiment, stage: int, accumulation: int, device: Device, attention: Attention = "fused"
+    ) -> list[Term]:
+        terms = super().activation_terms(experiment, stage, accumulation, device, attention)
         if self._selective:
             sizes, model = self.sizes(experiment, device), experiment.model
             values = sizes.heads * model.key_size / model.attention_size

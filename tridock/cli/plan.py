@@ -59,7 +59,8 @@ def add(commands: Commands) -> None:
     text = "GPU throughput for the time estimate (default: estimated from the shapes of the matrix products)"
     parser.add_argument("--tflops", type=float, metavar="TFLOP_PER_S", help=text)
     text = (
-        "attention kernel in the time estimate (default: fused); unfused stores the scores, as Megatron did until 2023"
+        "attention of the program, in the estimates (default: fused); unfused stores the scores, as Megatron did until"
+        " 2023"
     )
     parser.add_argument("--attention", choices=("fused", "unfused"), default="fused", help=text)
     text = "assume that no communication overlaps with computation, whatever the engine does"

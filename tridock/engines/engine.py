@@ -12,7 +12,7 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout import Plan
-from tridock.layout.activations import Sizes, activation_terms, head_bytes
+from tridock.layout.activations import Attention, Sizes, activation_terms, head_bytes, with_scores
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
@@ -137,9 +137,12 @@ class Engine(ABC):
         """Returns the bytes of the output layer and the loss, on the last stage."""
         return head_bytes(experiment, sizes, self.rows_of_vocabulary(experiment), chunked=self.chunks_loss)
 
-    def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
+    def activation_terms(
+        self, experiment: Experiment, stage: int, accumulation: int, device: Device, attention: Attention = "fused"
+    ) -> list[Term]:
         """Returns the activation memory of a step, on a rank of this stage."""
         sizes = self.sizes(experiment, device)
+        sizes = with_scores(experiment, sizes) if attention == "unfused" else sizes
         head = self.head_bytes(experiment, sizes, in_flight(experiment, stage, accumulation))
         return activation_terms(experiment, stage, accumulation, sizes, head)
 

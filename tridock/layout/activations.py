@@ -11,8 +11,8 @@ GPU kernels keep different tensors: a byte an element for dropout, fp32 statisti
 dropout.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from tridock.experiment import Experiment
 from tridock.experiment.model import Model
@@ -27,6 +27,7 @@ from tridock.layout.shape import (
     tokens_of,
 )
 
+Attention = Literal["fused", "unfused"]
 _TOKEN_BYTES: Final = 8  # int64
 LOSS_BYTES: Final = 4  # the loss is computed in fp32
 LOSS_CHUNK_BYTES: Final = 1 << 25
@@ -207,6 +208,18 @@ def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: De
         # Unfused attention on CPUs: probabilities, dropout noise and their product in fp32, and a mask.
         return scores * (4 + 4 + 4 + 1) + gathered
     return tokens * heads * 4.0 + gathered
+
+
+def with_scores(experiment: Experiment, sizes: Sizes) -> Sizes:
+    """Returns the tensors with unfused attention, which keeps the output of softmax, and the mask and the output of
+    dropout (Korthikanti et al. 2022, 4.1). On CPUs dropout in attention does so anyway."""
+    model, dropout = experiment.model, experiment.model.attention_dropout > 0
+    if sizes.device == "cpu" and dropout:
+        return sizes
+    scores = (
+        sizes.tokens * model.seq_length * model.num_attention_heads / experiment.parallel.tensor_model_parallel_size
+    )
+    return replace(sizes, attention=scores * (sizes.short + (1 + sizes.short if dropout else 0)))
 
 
 def layer_bytes(sizes: Sizes) -> float:

@@ -8,14 +8,13 @@ twice as long.
 """
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from tridock.experiment import Experiment
-from tridock.layout.activations import Sizes
+from tridock.layout.activations import Attention, Sizes
 from tridock.layout.kernels import Device, attention_seconds, pass_seconds, product_seconds
 from tridock.layout.shape import Parameters, layers_of_stage, recomputed_layers
 
-Attention = Literal["fused", "unfused"]
 _FORWARD_KERNELS: Final = 20
 """Kernels of one layer's forward pass: products, attention, norms, additions, the activation function, copies."""
 _BACKWARD_KERNELS: Final = 40

@@ -208,7 +208,7 @@ def assess(
         return Assessment(experiment, source, tuple(problems), (), assumptions)
     plan = lay_out(experiment, slots)
     shape = Shape(plan.data_parallel_size, plan.accumulation_steps, min(len(numbers) for numbers in slots.values()))
-    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction)
+    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
     rates = assumptions.rates(experiment, shape.slots)
     states = max(stage.state_bytes for stage in memory)
     cost = cost_of(experiment, shape, states, rates)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from tridock.contracts.calibration import Calibration
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
-from tridock.layout.compute_time import Attention
+from tridock.layout.activations import Attention
 from tridock.plan.correction import Correction
 from tridock.plan.goodput import Failures
 from tridock.plan.rates import Rates

@@ -40,6 +40,7 @@ from typing import Final, Literal
 from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
+from tridock.layout.activations import Attention
 from tridock.layout.shape import Device, Parameters, Shape, States, Term, layers_of_stage, least_bytes, total_bytes
 from tridock.plan.correction import Correction
 
@@ -106,6 +107,7 @@ def memory_of_stage(
     gpu: Gpu | None,
     correction: Correction | None = None,
     groups: int | None = None,
+    attention: Attention = "fused",
 ) -> StageMemory:
     """Returns all terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no GPU overhead.
 
@@ -117,7 +119,7 @@ def memory_of_stage(
     copies = train.save and train.async_save and train.save_interval > 0
     weights = engine_of(experiment).parameters(experiment, stage)
     states = engine_of(experiment).states(experiment, weights, shape, device)
-    terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device)]
+    terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device, attention)]
     beyond = max(0, states.startup - total_bytes(terms))
     terms.append(Term("start-up", beyond, "weights that are there twice, or whole, before the first step"))
     if correction is not None and gpu is not None:
@@ -149,9 +151,11 @@ def _lasting(states: States, count: int) -> Iterator[Term]:
         yield Term(name, value, f"{value / count:.3g} bytes a parameter, kept from step to step")
 
 
-def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, device: Device) -> Iterator[Term]:
+def _passing(
+    experiment: Experiment, stage: int, shape: Shape, states: States, device: Device, attention: Attention
+) -> Iterator[Term]:
     """Yields the temporary memory of a step: of its backward passes or, if larger, of the optimizer step."""
-    held = engine_of(experiment).activation_terms(experiment, stage, shape.accumulation, device)
+    held = engine_of(experiment).activation_terms(experiment, stage, shape.accumulation, device, attention)
     yield from held
     yield Term(
         "gathered weights", states.gathered, "ZeRO 3: up to 1e9 of them at a time; FSDP2: embeddings and last norm"
@@ -166,10 +170,16 @@ def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, d
 
 
 def memory_of_stages(
-    experiment: Experiment, shape: Shape, gpu: Gpu | None, correction: Correction | None = None
+    experiment: Experiment,
+    shape: Shape,
+    gpu: Gpu | None,
+    correction: Correction | None = None,
+    attention: Attention = "fused",
 ) -> tuple[StageMemory, ...]:
     stages, groups = experiment.parallel.pipeline_model_parallel_size, communicators(experiment, shape)
-    return tuple(memory_of_stage(experiment, stage, shape, gpu, correction, groups) for stage in range(stages))
+    return tuple(
+        memory_of_stage(experiment, stage, shape, gpu, correction, groups, attention) for stage in range(stages)
+    )
 
 
 _MIB: Final = 2**20

@@ -6,7 +6,7 @@ from typing import Final, Self
 
 from tridock.contracts.calibration import Calibration
 from tridock.gpus import Gpu, Network
-from tridock.layout.compute_time import Attention
+from tridock.layout.activations import Attention
 from tridock.layout.kernels import Device
 from tridock.layout.traffic import Link, Traffic
 from tridock.plan.calibration import measured_device, measured_links

@@ -119,7 +119,8 @@ def _judge(
     shape = Shape(data, steps, per_node)
     stages = {0, candidate.parallel.pipeline_model_parallel_size - 1}
     gpu, correction, groups = assumptions.gpu, assumptions.correction, communicators(candidate, shape)
-    memory = [memory_of_stage(candidate, stage, shape, gpu, correction, groups) for stage in stages]
+    attention = assumptions.attention
+    memory = [memory_of_stage(candidate, stage, shape, gpu, correction, groups, attention) for stage in stages]
     worst = max(memory, key=lambda stage: stage.total_bytes)
     if worst.fit == "no-fit":
         return Rejected(choice, "does not fit the GPU's memory")

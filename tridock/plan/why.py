@@ -138,7 +138,7 @@ def weigh(experiment: Experiment, slots: Slots, assumptions: Assumptions, change
         return Weighed(tuple(changes), experiment, tuple(problems), data)
     steps = experiment.batch.samples_per_step(data) // (experiment.batch.micro_batch_size * data)
     shape = Shape(data, steps, min(len(numbers) for numbers in slots.values()))
-    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction)
+    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
     rates = assumptions.rates(experiment, shape.slots)
     states = max(stage.state_bytes for stage in memory)
     cost = cost_of(experiment, shape, states, rates)

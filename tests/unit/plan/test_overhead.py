@@ -9,7 +9,7 @@ from tests.experiments import with_fields
 from tests.planner.compare import planned, tables
 from tridock.gpus import GPUS
 from tridock.plan import Assumptions, assess
-from tridock.plan.memory import GIB, StageMemory
+from tridock.plan.memory import GIB, StageMemory, tensor_bytes
 
 RUNS = ("bloom-181b-feb-21", "bloom-181b-feb-25", "bloom-200b", "bloom-176b")
 ZERO3: dict[str, Any] = {
@@ -81,6 +81,26 @@ def test_stored_activations_are_partitioned_or_leave_the_gpu() -> None:
     both = worst("v100-32gb", model__partition_activations=True, model__checkpoint_in_cpu=True)
     assert held(both) == 0
     assert both.fit == "tight"
+
+
+def test_unfused_attention_keeps_its_scores() -> None:
+    """5 a s^2 b bytes of each kept layer in fp16 (Korthikanti et al., 2022, 4.1); of layers that are computed again,
+    only while one is at work."""
+    kept = {"model__num_layers": 8, "model__checkpoint_activations": False, "batch__micro_batch_size": 1}
+
+    def scores(**fields: Any) -> int:
+        fused, unfused = (
+            assess(with_fields(ZERO3, {path.replace("__", "."): value for path, value in fields.items()}), NODES, "e",
+                   Assumptions(GPUS["a100-80gb"], attention=attention)).worst
+            for attention in ("fused", "unfused")
+        )  # fmt: skip
+        return tensor_bytes(unfused.terms) - tensor_bytes(fused.terms)
+
+    fused_too = 4 * 1024 * 64 // 4  # a number a row, instead of the scores
+    assert scores(**kept) == 8 * (5 * 64 // 4 * 1024**2 - fused_too)
+    assert scores(**kept, model__attention_dropout=0.0) == 8 * (2 * 64 // 4 * 1024**2 - fused_too)
+    again = scores(**kept | {"model__checkpoint_activations": True, "batch__micro_batch_size": 8})
+    assert 0 <= again <= 8 * 5 * 64 // 4 * 1024**2
 
 
 def test_overhead_grows_with_communicators_and_with_what_comes_and_goes() -> None:

@@ -67,6 +67,17 @@ def test_what_ran_out_of_memory_is_not_called_fits() -> None:
     assert "fits" not in verdicts
 
 
+def test_no_run_above_90_percent_of_its_gpu_is_called_fits() -> None:
+    full = [
+        row.memory.verdict
+        for name in NAMES
+        for row in rows_of(name)
+        if row.memory.measured is not None and row.memory.measured > 0.9 * row.memory.gpu
+    ]
+    assert len(full) >= 8
+    assert set(full) == {"tight"}
+
+
 def test_the_median_error_of_memory() -> None:
     errors = [row.memory.error for name in NAMES for row in rows_of(name) if row.memory.measured is not None]
     assert len(errors) > 80

@@ -1,8 +1,8 @@
-"""Attention without transformer-engine: torch's fused kernels, also where a sample's tokens lie on several ranks.
+"""Attention without transformer-engine: torch's fused kernels, with context parallelism too.
 
-megatron-core's own attention writes out every score and refuses context parallelism; transformer-engine's does neither,
-on GPUs. Under context parallelism each rank here gathers the keys and values of all and attends from its own queries to
-those that come before them; keys and values are held whole while the layer works.
+megatron-core's own attention stores every score and refuses context parallelism; transformer-engine's does neither, but
+needs a GPU. Under context parallelism each rank here gathers the keys and values of all ranks for the duration of the
+layer, and attends from its own queries to the keys before them.
 """
 
 import math
@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 
 def positions(seq_length: int, rank: int, size: int) -> Tensor:
-    """Returns the positions in the sample of the tokens of a context parallel rank.
+    """Returns the positions in the sample of a context parallel rank's tokens, int64 [seq_length / size].
 
-    The sample has 2 x size equal pieces; each rank holds one from either end, so that all do the same work, as in
-    Megatron and transformer-engine. Raises RuntimeError if the pieces are not equal.
+    As in Megatron and transformer-engine, the sample has 2 x size equal pieces, and each rank has one from either end,
+    so that all ranks do the same work. Raises RuntimeError if the pieces are not equal.
     """
     if size == 1:
         return torch.arange(seq_length)
@@ -36,9 +36,9 @@ def positions(seq_length: int, rank: int, size: int) -> Tensor:
 # convert a boolean mask, and keep the result, for each layer.
 @lru_cache(maxsize=1)
 def causal_bias(seq_length: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The addend for a context parallel rank's scores: -inf if a key comes after the query, else 0.
+    """Returns the bias of a context parallel rank's scores: -inf if a key comes after the query, else 0.
 
-    [seq_length / size, seq_length]; the columns are in the order in which the ranks' keys are gathered.
+    Its shape is [seq_length / size, seq_length]; the columns are in the order of the gathered keys.
     """
     mine = positions(seq_length, rank, size)
     gathered = torch.cat([positions(seq_length, other, size) for other in range(size)])
@@ -47,7 +47,7 @@ def causal_bias(seq_length: int, rank: int, size: int, dtype: torch.dtype, devic
 
 
 class FusedAttention(MegatronModule):
-    """Causal attention by ``scaled_dot_product_attention``, where a layer's spec has ``DotProductAttention``."""
+    """Causal attention by ``scaled_dot_product_attention``, in place of ``DotProductAttention`` in a layer's spec."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class FusedAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # noqa: ARG002  none is given: attention is causal
+        attention_mask: Tensor | None,  # noqa: ARG002  always None, because attention is causal
         **_: Any,
     ) -> Tensor:
-        """[tokens of this rank, micro batch, heads of this rank, width] each, to [tokens, micro batch, hidden].
+        """Takes query, key and value, each [tokens of this rank, micro batch, heads of this rank, head size].
 
-        Keys and values have a head for each query group.
+        Keys and values have a head per query group. Returns [tokens, micro batch, hidden].
         """
         bias = None
         if self.config.context_parallel_size > 1:
@@ -90,7 +90,8 @@ class FusedAttention(MegatronModule):
         return mixed.permute(2, 0, 1, 3).contiguous().flatten(2)
 
     def _random_numbers(self) -> Any:
-        """Tensor parallel ranks drop out differently; with sequence parallelism Megatron forks around the layers."""
+        """Forks the random state, so that tensor parallel ranks drop different elements. With sequence parallelism
+        Megatron itself forks it around the layers."""
         if self.config.sequence_parallel or not self.training or self.dropout == 0.0:
             return nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()

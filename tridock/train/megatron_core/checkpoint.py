@@ -1,8 +1,8 @@
 """megatron-core's distributed checkpoints, written by the ranks themselves.
 
-megatron-core forks processes that write, and starts a manager that collects their results. A rank's threads (Gloo's,
-NCCL's) do not survive a fork, and a leftover process keeps the rank's output open: here the rank itself, or a thread of
-it, calls the function that writes.
+megatron-core forks processes that write, and a manager that collects their results. A rank's threads (Gloo's, NCCL's)
+do not survive a fork, and a leftover process keeps the rank's output open. Here the rank, or one of its threads, calls
+megatron-core's write function instead.
 """
 
 import queue
@@ -42,8 +42,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 def save(state: dict[str, Any], folder: Path, background: dist.ProcessGroup | None) -> Write:
     """Plans to write each tensor once, from one of the ranks that hold it; returns the function that writes.
 
-    With a group ``background`` that writes a copy. Both are collectives, which all ranks complete: if this rank cannot
-    write, its error is raised at the end; if another cannot, the checkpoint lacks FILES.
+    With a group ``background``, that function writes a copy. Both are collectives, which all ranks complete: if this
+    rank cannot write, its error is raised at the end; if another rank cannot, FILES are missing in the checkpoint.
     """
     filesystem_async._results_queue = queue.Queue()
     with defer_write_errors((torch, "save")):
@@ -90,17 +90,17 @@ def _write_file(writer: Any, bucket: Any) -> list[Any]:
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fills ``state`` with what this rank needs, whoever wrote it. A collective."""
+    """Loads this rank's part of a checkpoint of any layout into ``state``, and returns it. A collective."""
     with safe_metadata_load():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded
 
 
 def keep_padding(optimizer: Any) -> None:
-    """Saves each weight's states from where they are.
+    """Makes the optimizer save each weight's states from its real place in the buffer.
 
-    megatron-core collects the buckets without the padding between them, and then takes each weight from its place in
-    the buffer with the padding (its own note: issue 504). Behind the first padded bucket all would be shifted.
+    megatron-core concatenates the buckets without the padding between them, but then reads each weight at its place in
+    the buffer with padding (its own note: issue 504). All states after the first padded bucket would be shifted.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         return
@@ -126,7 +126,7 @@ def _padded(states: Tensor, buffer: Any) -> Tensor:
 
 
 def before_load(optimizer: Any) -> None:
-    """Creates the states that the first step would create, and keeps their step count beside the loaded states."""
+    """Creates the states that the first step would create, and keeps the step count, which a checkpoint's states lack."""
     if not isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer.optimizer, torch.optim.AdamW):
         return
     states = optimizer.optimizer.state
@@ -142,7 +142,7 @@ def before_load(optimizer: Any) -> None:
 
 
 def after_load(optimizer: Any) -> None:
-    """Gives each parameter a count of its own: loaded as one tensor, it would go up once a parameter."""
+    """Gives each parameter its own step count: a shared tensor would be incremented once per parameter."""
     for state in optimizer.optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].clone()

@@ -1,4 +1,4 @@
-"""A rank's place in megatron-core's groups, and the random numbers that follow from it."""
+"""A rank's place in megatron-core's groups, and its random seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tridock.train.data.dataset import mixed_seed
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """This rank's place; ranks are numbered in the order tensor, context, data, pipeline, or pipeline, data."""
+    """This rank's place. Ranks are numbered in the order tensor, context, data, pipeline, or tensor, context, pipeline,
+    data."""
 
     data_parallel_rank: int
     data_parallel_size: int
@@ -25,11 +26,11 @@ class Layout:
     stage: int
     stages: int
     description: str
-    """For people."""
+    """The layout, to print."""
 
     @classmethod
     def form(cls, parallel: Parallel) -> Layout:
-        """Forms megatron-core's groups in the current process group. A collective."""
+        """Creates megatron-core's groups in the current process group. A collective."""
         if parallel_state.is_initialized():  # by an earlier run of this process
             parallel_state.destroy_model_parallel()
         virtual = parallel.virtual_pipeline_model_parallel_size
@@ -54,10 +55,10 @@ class Layout:
         )
 
     def reseed(self, seed: int, iteration: int) -> None:
-        """Seeds dropout by iteration and place, so that a resumed run draws what an uninterrupted one draws.
+        """Seeds dropout by iteration and place, so that a resumed run draws the same numbers as an uninterrupted one.
 
-        Tensor parallel ranks share a seed: they must drop the same elements of what they all hold. Megatron gives each
-        rank its own seed where it splits.
+        Tensor parallel ranks share a seed, because they must drop the same elements of replicated tensors. Megatron
+        gives each rank its own seed for split tensors.
         """
         place = (self.data_parallel_rank, self.context_parallel_rank, self.stage)
         mixed = mixed_seed(seed, *place, iteration) >> 2
@@ -65,7 +66,7 @@ class Layout:
         tensor_parallel.model_parallel_cuda_manual_seed(mixed)
 
     def share(self, loss: Tensor | None, device: torch.device) -> Tensor:
-        """The last stage's loss, averaged over the ranks that saw different tokens; on all ranks. A collective."""
+        """Returns on all ranks the last stage's loss, averaged over ranks with different tokens. A collective."""
         shared = torch.zeros((), device=device) if loss is None else loss.detach().float()
         if loss is not None:
             dist.all_reduce(shared, group=parallel_state.get_data_parallel_group(with_context_parallel=True))

@@ -1,4 +1,4 @@
-"""The GPT of an experiment as megatron-core builds it: this rank's parts, ready to train."""
+"""Builds this rank's parts of an experiment's GPT with megatron-core."""
 
 import hashlib
 import importlib.util
@@ -34,14 +34,14 @@ from tridock.train.models.cross_entropy import token_losses
 from tridock.train.models.layered import with_rows
 
 BLOCK: Final = 1 << 16
-"""Elements that are drawn at a time; a longer row, whole."""
+"""Elements drawn at a time; a longer row is drawn whole."""
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class GPT(GPTModel):
-    """megatron-core's, with a loss that excludes the padding rows of the vocabulary.
+    """megatron-core's GPT with a loss that excludes the padding rows of the vocabulary.
 
-    Their number depends on the tensor parallel size: with them the loss would depend on the layout.
+    Their number depends on the tensor parallel size, so including them would make the loss depend on the layout.
     """
 
     def __init__(self, *given: Any, tokens: int, **named: Any) -> None:
@@ -49,7 +49,10 @@ class GPT(GPTModel):
         self.tokens = tokens
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """The loss of each token; ``logits`` are of this rank's part of the vocabulary, the last dimension."""
+        """Returns the loss of each token, [batch, sequence].
+
+        ``logits`` are [sequence, batch, this rank's part of the vocabulary].
+        """
         part, group = logits.size(-1), parallel_state.get_tensor_model_parallel_group()
         first = part * group.rank()
         padding = max(0, self.tokens - first)
@@ -63,9 +66,9 @@ class GPT(GPTModel):
 def build_chunks(
     experiment: Experiment, tokens: int, padded: int, device: torch.device, pretrained: Pretrained | None = None
 ) -> list[nn.Module]:
-    """This rank's runs of layers, one or (interleaved) several, each as megatron-core's data parallel module.
+    """Returns this rank's model chunks, several with an interleaved schedule, each in megatron-core's DDP.
 
-    The vocabulary has ``tokens``, and the embedding as many rows as that ``padded`` for the tensor parallel ranks.
+    The vocabulary has ``tokens`` entries, and the embedding ``padded`` rows, a multiple for tensor parallelism.
     """
     config = transformer_config(experiment, device)
     model, virtual = experiment.model, experiment.parallel.virtual_pipeline_model_parallel_size
@@ -103,7 +106,7 @@ def build_chunks(
 
 
 def transformer_config(experiment: Experiment, device: torch.device) -> TransformerConfig:
-    """megatron-core's description of the model and its layout."""
+    """Returns megatron-core's configuration of the model and its layout."""
     model, parallel, dtype = experiment.model, experiment.parallel, DTYPES[experiment.precision]
     virtual = parallel.virtual_pipeline_model_parallel_size
     fused = can_fuse(device.type)
@@ -159,7 +162,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
 
 
 def expert_settings(experiment: Experiment) -> dict[str, Any]:
-    """megatron-core's description of a mixture of experts, if the model is one."""
+    """Returns megatron-core's configuration of a mixture of experts; empty for another model."""
     model, parallel = experiment.model, experiment.parallel
     if model.num_moe_experts is None:
         return {}
@@ -178,16 +181,16 @@ def expert_settings(experiment: Experiment) -> dict[str, Any]:
 
 
 def can_fuse(device_type: str) -> bool:
-    """Whether the kernels that torch.compile makes of biases, dropout and activations can be built here."""
+    """Whether torch.compile can build fused kernels of biases, dropout and activations on this machine."""
     return device_type == "cuda" and not any(compiler_problems(device_type))
 
 
 def _untouched(weight: Tensor) -> None:
-    """Stands where Megatron would draw a weight."""
+    """Replaces Megatron's initialization, and leaves the weight as it is."""
 
 
 class Norm:
-    """torch's, marked for sequence parallelism: Megatron then sums its gradients over the tensor parallel ranks."""
+    """torch's norm, marked for sequence parallelism, so that Megatron sums its gradients over tensor parallel ranks."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc]
         kind = nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm
@@ -198,10 +201,10 @@ class Norm:
 
 
 def block_spec(config: TransformerConfig, stage: int | None) -> Any:
-    """The modules of a layer: transformer-engine's, or megatron-core's own.
+    """Returns the spec of the layers' modules: transformer-engine's, or megatron-core's own.
 
-    megatron-core's norm refuses sequence parallelism; its attention refuses context parallelism and keeps every score.
-    Both are replaced here.
+    megatron-core's norm refuses sequence parallelism; its attention refuses context parallelism and stores every score.
+    This replaces both.
     """
     if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
@@ -238,15 +241,15 @@ def has_transformer_engine() -> bool:
 
 
 def fuses_attention(dtype: torch.dtype) -> bool:
-    """Whether transformer-engine does: otherwise it keeps every score, and refuses context parallelism."""
+    """Whether transformer-engine fuses attention; otherwise it stores every score and refuses context parallelism."""
     return dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def initialize(model: nn.Module, experiment: Experiment) -> None:
-    """GPT-2's initial weights, the same in every layout. Norms are as they were made.
+    """Draws GPT-2's initial weights, the same in every layout. Leaves norms as they were built.
 
-    Each block of a weight's rows is drawn from a seed of its own, and a rank draws only the blocks that it has rows of:
-    what a layout draws before, and on which rank, does not matter.
+    Each block of a weight's rows has its own seed, and a rank draws only the blocks that contain its rows. The values
+    thus do not depend on the rank or on earlier draws.
     """
     std = experiment.model.init_method_std
     onto_residual = std / math.sqrt(2.0 * experiment.model.num_layers)
@@ -260,7 +263,7 @@ def initialize(model: nn.Module, experiment: Experiment) -> None:
 
 
 def copy_weights(model: nn.Module, pretrained: Pretrained) -> None:
-    """This rank's part of each weight; rows beyond the vocabulary are zeros."""
+    """Copies this rank's part of each pretrained weight into the model; rows beyond the vocabulary become zeros."""
     parts = parts_of(pretrained.model, pretrained.names)
     for _, sharded in sharded_weights(model):
         expert, first = expert_of(sharded)
@@ -271,7 +274,7 @@ def copy_weights(model: nn.Module, pretrained: Pretrained) -> None:
 
 
 def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
-    """The weights of a rank by their names, each with its place in the whole; SwiGLU's two halves one by one."""
+    """Yields a rank's weights by name, each with its place in the whole weight; SwiGLU's two halves come separately."""
     for name, found in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
         parts = found.build() if isinstance(found, ShardedTensorFactory) else found
         for sharded in parts if isinstance(parts, list) else [parts]:
@@ -280,7 +283,7 @@ def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
 
 
 def expert_of(sharded: ShardedTensor) -> tuple[int, int]:
-    """The number of the expert whose weight it is, else 0; and how many dimensions of the whole it is not cut along.
+    """Returns the number of a weight's expert, else 0; and the number of leading dimensions that are not the weight's.
 
     megatron-core's checkpoints store a layer's experts as one tensor, whose first dimension is the number of experts.
     """
@@ -289,7 +292,7 @@ def expert_of(sharded: ShardedTensor) -> tuple[int, int]:
 
 
 def draw(sharded: ShardedTensor, std: float, seed: int) -> None:
-    """This rank's part of a matrix, from N(0, std)."""
+    """Draws this rank's part of a matrix from N(0, std)."""
     (first, left), (rows, width) = sharded.global_offset[-2:], sharded.data.shape
     columns = sharded.global_shape[-1]
     expert, dimensions = expert_of(sharded)

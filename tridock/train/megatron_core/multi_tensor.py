@@ -1,7 +1,7 @@
-"""The kernels over many tensors that megatron-core takes from transformer-engine or apex, for images with neither.
+"""Multi-tensor kernels, which megatron-core imports from transformer-engine or apex, for images with neither.
 
-Its own stand-ins launch a kernel for each tensor, and read each tensor's norm from the GPU: as many waits a step as the
-rank has weights.
+megatron-core's own replacements launch a kernel per tensor, and read each tensor's norm from the GPU: they wait for the
+GPU once per weight in every step.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Puts torch's foreach kernels where megatron-core has its stand-ins; does nothing where it has others."""
+    """Replaces megatron-core's own versions with torch's foreach kernels; leaves those of other packages."""
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = l2_norm
     for module in (clip_grads, optimizer):
@@ -24,7 +24,7 @@ def install() -> None:
 def l2_norm(
     _chunk_size: int, _overflow: Tensor, tensors: Sequence[Sequence[Tensor]], _per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """The 2-norm of all tensors as one vector, fp32 [1], on their device."""
+    """Returns the 2-norm of all tensors as one vector, fp32 [1], on their device."""
     norms = torch._foreach_norm([tensor for group in tensors for tensor in group])
     return torch.linalg.vector_norm(torch.stack(norms).float()).view(1), None
 

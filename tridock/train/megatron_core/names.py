@@ -1,4 +1,4 @@
-"""The names that megatron-core gives weights in a checkpoint, by those of engine torch."""
+"""Maps engine torch's names of weights to megatron-core's names in a checkpoint."""
 
 import re
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ _OUTSIDE: Final = {
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert whose weight it is."""
+    """Returns the number of a weight's expert; None for a weight of no expert."""
     layer = _LAYER.match(name)
     expert = _EXPERT.match(layer[2]) if layer else None
     return int(expert[1]) if expert else None
 
 
 def key_of(model: Model, name: str) -> str:
-    """megatron-core's name of a weight, or of the one that it is a part of."""
+    """Returns megatron-core's name of a weight, or of the weight that contains it."""
     if layer := _LAYER.match(name):
         module, experts = _EXPERT.subn("", layer[2])
         inside = _IN_LAYER[module]
@@ -49,13 +49,13 @@ def key_of(model: Model, name: str) -> str:
 
 
 def half_of(model: Model, name: str) -> int | None:
-    """Which half of megatron-core's weight it is: SwiGLU's two matrices are one there."""
+    """Returns which half of megatron-core's weight it is, because SwiGLU's two matrices are one there; else None."""
     parts = {"gate": 0, "dense_h_to_4h": 1} if model.swiglu else {}
     return parts.get(name.split(".")[-2])
 
 
 def parts_of(model: Model, names: Sequence[str]) -> dict[tuple[str, int], list[str]]:
-    """The parts of each weight of megatron-core's, in order, by its name and the number of the expert that has it."""
+    """Returns the parts of each megatron-core weight, in order, by its name and the number of its expert."""
     parts: dict[tuple[str, int], list[str]] = {}
     for name in sorted(names, key=lambda name: half_of(model, name) or 0):
         parts.setdefault((key_of(model, name), expert_of(name) or 0), []).append(name)

@@ -1,8 +1,7 @@
-"""megatron-core's ``GPTDataset`` behind the training loop's samples.
+"""Samples of megatron-core's ``GPTDataset``, with the interface of the training loop.
 
-Each epoch is a data set of its own, shuffled by (seed, split, epoch): sample number n is the same one whatever the
-length of the run. Every rank makes its indices in memory, so that nothing is written beside the data, and no folder
-has to be shared.
+Each epoch is a data set of its own, shuffled by (seed, split, epoch), so sample number n does not depend on the length
+of the run. Every rank builds the indices in memory: nothing is written beside the data, and no folder has to be shared.
 """
 
 from collections.abc import Mapping
@@ -35,7 +34,7 @@ class GPTSamples(Samples):
         return 0 if super().per_epoch == 0 else len(self.epoch(0))
 
     def epoch(self, number: int) -> GPTDataset:
-        """The data set of one epoch. Two are kept: a step touches no more, unless the data are small."""
+        """Returns the data set of one epoch. Caches two: a step uses no more, unless the data set is small."""
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 del self._epochs[next(iter(self._epochs))]
@@ -44,7 +43,7 @@ class GPTSamples(Samples):
 
     def _make(self, number: int) -> GPTDataset:
         config = GPTDatasetConfig(
-            random_seed=mixed_seed(self.seed, number) >> 32,  # numpy's takes 32 bits
+            random_seed=mixed_seed(self.seed, number) >> 32,  # NumPy's seeds have 32 bits
             sequence_length=self.seq_length,
             tokenizer=SimpleNamespace(vocab_size=None, eod=-2, unique_identifiers={}),
             reset_position_ids=False,
@@ -64,7 +63,7 @@ class GPTSamples(Samples):
 
 
 def gpt_splits(experiment: Experiment, workspace: Path, splits: Mapping[str, Samples]) -> dict[str, Samples]:
-    """The same splits, which have passed the checks of every engine, in megatron-core's order."""
+    """Returns the same splits, already checked as for every engine, in megatron-core's order."""
     indexed = IndexedDataset(str(workspace / experiment.data.data_path))
     ends = split_bounds(len(indexed.document_indices) - 1, experiment.data.split)
     bounds = [int(indexed.document_indices[end]) for end in ends]

@@ -1,4 +1,4 @@
-"""Training steps, evaluation and checkpoints by megatron-core, behind the calls that the training loop knows."""
+"""Training steps, evaluation and checkpoints by megatron-core, with the interface of :class:`Strategy`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tridock.train.trainer import Parts, check_batch
 
 
 class MegatronCore:
-    """This rank's part of the model, its optimizer, and megatron-core's schedule over both."""
+    """This rank's part of the model, its optimizer, and megatron-core's pipeline schedule."""
 
     def __init__(
         self,
@@ -100,14 +100,17 @@ class MegatronCore:
         return torch.cat(found) if found else None
 
     def _pass(self, batches: Sequence[Tensor], forward_only: bool) -> Tensor:
-        """All micro-batches through the pipeline; their mean loss, on all ranks."""
+        """Runs all micro-batches through the pipeline; returns their mean loss on all ranks."""
         losses = self._through_stages(self._forward, batches, forward_only)
         return self.layout.share(torch.stack(losses).mean() if losses else None, self.device)
 
     def _through_stages(
         self, forward: Callable[..., Any], batches: Sequence[Any], forward_only: bool, **options: bool
     ) -> list[Tensor]:
-        """Applies the function that ``forward`` returns second to each micro-batch; only the last stage has results."""
+        """Runs megatron-core's schedule on all micro-batches.
+
+        Returns, on the last stage only, the results of the function that ``forward`` returns second.
+        """
         found: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(batches) for _ in self.chunks],
@@ -131,7 +134,7 @@ class MegatronCore:
         tokens, places = batch[:, self.positions], self.positions.expand(len(batch), -1)
 
         def logits_at(output: Tensor, non_loss_data: bool) -> Tensor:  # noqa: ARG001  megatron-core names it
-            # Of a sample whose last token is a context parallel neighbour's, nothing is here.
+            # Another context parallel rank has the last token of some samples.
             here = self.positions == last.unsqueeze(1)
             found = at(output, here.int().argmax(1)).float().masked_fill(~here.any(1, keepdim=True), math.nan)
             return tensor_parallel.gather_from_tensor_model_parallel_region(found)
@@ -158,13 +161,13 @@ class MegatronCore:
             checkpoint.after_load(optimizer)
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
-        """The models inside the chunks, by the names that Megatron-LM gives them in a checkpoint."""
+        """Yields the models inside the chunks, with Megatron-LM's names of them in a checkpoint."""
         for number, chunk in enumerate(self.chunks):
             model = chunk.module if self.experiment.precision == "fp32" else chunk.module.module
             yield f"model{number}" if len(self.chunks) > 1 else "model", model
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
-        """Returns the contents of a checkpoint, each part with its place in the whole: it fits any layout."""
+        """Returns the contents of a checkpoint, each part with its place in the whole: any layout can load it."""
         metadata = {
             "non_homogeneous_layers": True,
             "distrib_optim_sharding_type": "fully_reshardable",
@@ -176,14 +179,14 @@ class MegatronCore:
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """megatron-core wants the sum and the number of tokens, and keeps the third: here the mean."""
+    """Returns the sum of the losses and the number of tokens, for megatron-core, and the mean, which it collects."""
     total = losses.float().sum()
     count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
     return total, count, total.detach() / count
 
 
 def optimizer_config(experiment: Experiment) -> OptimizerConfig:
-    """megatron-core's description of the optimizer; the learning rate is set at every step."""
+    """Returns megatron-core's configuration of the optimizer; the learning rate is set at every step."""
     optimizer, fp16 = experiment.optimizer, experiment.fp16
     return OptimizerConfig(
         optimizer="adam",
@@ -193,7 +196,7 @@ def optimizer_config(experiment: Experiment) -> OptimizerConfig:
         adam_beta1=optimizer.adam_beta1,
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
-        # 0 would turn off the norm as well, and it is reported in any case.
+        # 0 would also disable the norm, which the run always reports.
         clip_grad=optimizer.clip_grad or math.inf,
         fp16=experiment.precision == "fp16",
         bf16=experiment.precision == "bf16",
@@ -217,7 +220,7 @@ _PHASES: Final = {
 
 
 class Timers:
-    """``config.timers``: called with a timer's name, it gives that."""
+    """Megatron's ``config.timers``: a call with a timer's name returns that timer."""
 
     def __init__(self, phases: Phases) -> None:
         self._timers = {name: Timer(phases, phase) for name, phase in _PHASES.items()}
@@ -228,7 +231,7 @@ class Timers:
 
 
 class Timer:
-    """One of them; those that are no phase's do nothing."""
+    """One of Megatron's timers; it measures a phase, or does nothing."""
 
     def __init__(self, phases: Phases, phase: str | None) -> None:
         self._phases, self._phase = phases, phase
@@ -246,7 +249,7 @@ class Timer:
 
 
 def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Path, ranks: Ranks) -> Parts:
-    """Forms the groups, reads the data and builds this rank's part of the model."""
+    """Creates the groups, reads the data and builds this rank's part of the model. A collective."""
     layout = Layout.form(experiment.parallel)
     layout.reseed(experiment.train.seed, 0)
     experiment = experiment.resolved(layout.data_parallel_size)

@@ -1,1 +1,1 @@
-"""The models that engine torch trains: GPT and ResNet-50."""
+"""The models of engine torch: GPT and ResNet-50."""

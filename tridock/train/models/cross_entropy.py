@@ -1,7 +1,7 @@
-"""Cross-entropy of logits that never are whole in fp32, over a vocabulary that ranks may split.
+"""Cross-entropy without a copy of all logits in fp32, over a vocabulary that ranks may split.
 
-Rows are worked on in chunks, and the gradient takes the place of the logits. What ranks exchange is Megatron-LM's
-(Shoeybi et al., 2019, section 3): a token's largest logit, the sum of its exponentials and its label's logit.
+It processes rows in chunks, and the gradient overwrites the logits. As in Megatron-LM (Shoeybi et al., 2019, section
+3), ranks exchange each token's largest logit, sum of exponentials, and logit of the label.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,10 @@ from tridock.layout.activations import LOSS_BYTES, LOSS_CHUNK_BYTES
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all tokens, in nats, fp32; ``logits`` may be a DTensor split along the vocabulary.
+    """Returns the mean loss over all tokens in nats, an fp32 scalar; ``logits`` may be a DTensor split along the
+    vocabulary.
 
-    The backward pass overwrites them with their gradient.
+    The backward pass overwrites the logits with their gradient.
     """
     group, first = None, 0
     if isinstance(logits, DTensor):
@@ -30,10 +31,10 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
-    """The loss of each token in nats, fp32 [tokens], of logits [tokens, vocabulary] and labels, int64 [tokens].
+    """Returns the loss of each token in nats, fp32 [tokens], of logits [tokens, vocabulary], labels int64 [tokens].
 
-    Over a ``group`` each rank has the columns of the vocabulary from its own ``first`` on. The backward pass overwrites
-    the logits with their gradient.
+    With a ``group``, each rank has the columns of the vocabulary from its own ``first`` on. The backward pass
+    overwrites the logits with their gradient.
     """
     losses: Tensor = _TokenLosses.apply(logits, labels, group, first)
     return losses
@@ -75,7 +76,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Rows whose logits have LOSS_CHUNK_BYTES in fp32, at least one."""
+    """Yields ranges of rows whose logits take up to LOSS_CHUNK_BYTES in fp32, at least one row each."""
     rows, columns = logits.shape
     size = max(1, LOSS_CHUNK_BYTES // (LOSS_BYTES * max(1, columns)))
     return (slice(start, start + size) for start in range(0, rows, size))

@@ -1,4 +1,4 @@
-"""A compact GPT: GPT-2's layers (Radford et al., 2019), or Llama's, by the fields of the experiment's model."""
+"""A compact GPT with GPT-2's layers (Radford et al., 2019) or Llama's, depending on the experiment's model."""
 
 import math
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ from tridock.train.models.layered import LayeredModel
 from tridock.train.models.rotary import Rotation, rotated, rotation
 
 TENSOR_PARALLEL_OFFSET: Final = 2718
-"""Megatron's offset between the seed that tensor parallel ranks share and the first rank's own."""
+"""Megatron's offset between the seed that tensor parallel ranks share and the first rank's own seed."""
 
 
 @contextmanager
 def tensor_parallel_random_numbers(tensor_parallel_rank: int, device: torch.device) -> Iterator[None]:
-    """Inside, a rank draws other numbers than its tensor parallel neighbours; afterwards the same ones again.
+    """Makes tensor parallel ranks draw different random numbers inside the block, and the same ones after it.
 
-    The seed comes from the host's generator, whose state the neighbours share. Restoring that state, as a resumed run
-    and activation recomputation do, restores these numbers too.
+    The seed comes from the CPU generator, whose state these ranks share. Restoring that state, as a resumed run and
+    activation recomputation do, restores these numbers too.
     """
     seed = int(torch.randint(1 << 62, (), device="cpu")) + TENSOR_PARALLEL_OFFSET + tensor_parallel_rank
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
@@ -41,33 +41,33 @@ def tensor_parallel_random_numbers(tensor_parallel_rank: int, device: torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An experiment's model, and the rows of its token table."""
+    """An experiment's model, and the number of rows of its token table."""
 
     model: Model
     padded_vocab_size: int
 
     @classmethod
     def of(cls, model: Model, vocab_size: int) -> Self:
-        """The vocabulary is padded as Megatron pads it."""
+        """Returns the shape, with the vocabulary padded as in Megatron."""
         multiple = model.make_vocab_size_divisible_by
         return cls(model, math.ceil(vocab_size / multiple) * multiple)
 
 
 def make_norm(model: Model, size: int) -> nn.Module:
-    """A norm of the model's kind over the last dimension."""
+    """Returns a norm of the model's kind over the last dimension, of ``size`` elements."""
     kind = nn.LayerNorm if model.normalization == "LayerNorm" else nn.RMSNorm
     return kind(size, eps=model.norm_epsilon)
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """RMSNorm over each head. All tensor parallel ranks have its weights; each has the gradients of its own heads."""
+    """RMSNorm of each head. All tensor parallel ranks have its weights, and each the gradients of its own heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, _for_own_heads(self.weight, x), self.eps)
 
 
 class HeadLayerNorm(nn.LayerNorm):
-    """Likewise."""
+    """LayerNorm of each head, with weights and gradients as :class:`HeadRMSNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = _for_own_heads(self.weight, x), _for_own_heads(self.bias, x)
@@ -80,10 +80,9 @@ def _for_own_heads(weight: Tensor, x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads at once: [batch, sequence, hidden] to the same.
+    """Causal self-attention: [batch, sequence, hidden] to the same shape.
 
-    A tensor parallel rank has some of the query groups; the queries of a group, its key and its value are adjacent, as
-    in Megatron.
+    A tensor parallel rank has some of the query groups. As in Megatron, a group's queries, key and value are adjacent.
     """
 
     def __init__(self, model: Model) -> None:
@@ -133,7 +132,7 @@ class Attention(nn.Module):
 
 
 class Expert(nn.Module):
-    """One MLP of a mixture."""
+    """One MLP of a mixture of experts."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -149,8 +148,7 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer: attention and a wider MLP, or several of which each token takes some, each on a residual
-    branch."""
+    """One transformer layer: attention, and an MLP or a mixture of experts, each on a residual branch."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -169,7 +167,7 @@ class Layer(nn.Module):
         self.has_experts = model.num_moe_experts is not None
         self.dropout = nn.Dropout(model.hidden_dropout)
         self.gelu = "tanh"
-        """torch's name of the approximation; Megatron-LM v1.1.5 has none."""
+        """torch's name of GELU's approximation; Megatron-LM v1.1.5 uses none."""
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.input_norm(x), rotation))
@@ -177,7 +175,7 @@ class Layer(nn.Module):
         return x + self.dropout(self._mixture(inside) if self.has_experts else self.dense_4h_to_h(self._wide(inside)))
 
     def _mixture(self, x: Tensor) -> Tensor:
-        """The experts that a token is sent to, weighed by the softmax of their scores."""
+        """Returns the sum of each token's selected experts, weighted by the softmax of their scores."""
         tokens = x.flatten(0, 1)
         scores, chosen = self.router(tokens).topk(self.active_experts, dim=-1)
         shares = scores.float().softmax(-1).to(x.dtype)
@@ -194,11 +192,9 @@ class Layer(nn.Module):
 
 
 class GPT(LayeredModel):
-    """``model(tokens, labels)``: both int64 [batch, sequence]; returns the mean cross-entropy in nats, fp32, a scalar.
-
-    The output layer is the token embedding, unless the model unties them. As in Megatron the padding rows of the
-    vocabulary take part in the softmax.
-    ``keep`` turns it into a pipeline stage.
+    """``model(tokens, labels)``, both int64 [batch, sequence], returns the mean cross-entropy in nats, an fp32 scalar.
+    The output layer is the token embedding, unless the model unties them. As in Megatron, the softmax includes the
+    padding rows of the vocabulary. ``keep`` makes the model a pipeline stage.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -220,7 +216,8 @@ class GPT(LayeredModel):
         self.initialize_modules()
 
     def keep(self, layers: range) -> None:
-        """Keeps the stage with these layers: the first has the embeddings, the last the norm and the output layer."""
+        """Keeps only these layers, as a pipeline stage. The first stage also keeps the embeddings, the last stage the
+        norm and the output layer."""
         count = self.shape.model.num_layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == count
         for number in set(range(count)) - set(layers):
@@ -235,7 +232,8 @@ class GPT(LayeredModel):
             del self.token_embedding
 
     def initialize(self, name: str, module: nn.Module) -> bool:
-        """N(0, std) for weights, 0 for biases; projections into the residual stream: std / sqrt(2 layers) (GPT-2)."""
+        """Draws weights from N(0, std), or N(0, std / sqrt(2 layers)) for projections into the residual stream (GPT-2).
+        Sets biases to 0."""
         if not isinstance(module, nn.Linear | nn.Embedding):
             return False
         std = self.shape.model.init_method_std
@@ -252,7 +250,7 @@ class GPT(LayeredModel):
             layer.compile()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``x``: tokens, or in a later stage the previous one's activations [batch, sequence, hidden].
+        """``x`` is tokens, int64 [batch, sequence], or in a later stage activations [batch, sequence, hidden].
 
         Returns the loss; without labels the logits [batch, sequence, vocabulary], or this stage's activations.
         """
@@ -272,7 +270,7 @@ class GPT(LayeredModel):
         return logits if labels is None else cross_entropy(logits, labels)
 
     def output(self, x: Tensor) -> Tensor:
-        """The logits [batch, sequence, vocabulary]."""
+        """Returns the logits [batch, sequence, vocabulary]."""
         weight = (self.token_embedding if self.is_tied else self.output_layer).weight
         if isinstance(weight, DTensor):
             x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
@@ -280,10 +278,10 @@ class GPT(LayeredModel):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weight matrices and embeddings decay; biases and norms (one dimension) do not, as in Megatron."""
+    """Returns the optimizer's groups: as in Megatron, matrices and embeddings decay, biases and norms do not."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed's, where it has partitioned the weight
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape if DeepSpeed has partitioned the weight
         (decayed if len(shape) > 1 else plain).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""The common part of engine ``torch``'s models: layers, and initial weights, which are drawn module by module."""
+"""The common part of engine ``torch``'s models: layers, and initial weights drawn module by module."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -11,14 +11,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class LayeredModel(nn.Module):
-    """Built on the meta device, it has no weights; :func:`draw_weights` draws them."""
+    """A model built on the meta device, without weights; :func:`draw_weights` draws them."""
 
     layers: nn.ModuleDict
     given_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
-    """Gives each weight with its name, instead of random ones; rows that they lack are zeros."""
+    """Returns each weight with its name, to use instead of random ones; missing rows become zeros."""
 
     def initialize(self, name: str, module: nn.Module) -> bool:
-        """Sets the weights of a module that torch would initialize differently; returns whether it is such a one."""
+        """Initializes a module if torch would do it differently; returns whether it did."""
         raise NotImplementedError
 
     def initialize_modules(self) -> None:
@@ -27,9 +27,9 @@ class LayeredModel(nn.Module):
 
 
 def draw_weights(model: LayeredModel, take: Callable[[str, Tensor], None]) -> None:
-    """Calls ``take`` with each parameter and buffer of a whole model: its name, and its value on the host.
+    """Calls ``take`` with the name and the value, on the CPU, of each parameter and buffer of a whole model.
 
-    The values are those that the constructor draws there. The tensors of one module exist at a time.
+    The values are those that the constructor would draw on the CPU. Only one module's tensors exist at a time.
     """
     if model.given_weights is not None:
         for name, value in model.given_weights():
@@ -43,7 +43,7 @@ def draw_weights(model: LayeredModel, take: Callable[[str, Tensor], None]) -> No
 
 
 def with_rows(tensor: Tensor, rows: int) -> Tensor:
-    """The tensor with zeros for the rows that it lacks."""
+    """Returns the tensor with ``rows`` rows; added ones are zeros."""
     missing = rows - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing > 0 else tensor
 
@@ -71,7 +71,7 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
 
 
 def _without_values(module: nn.Module, device: str) -> nn.Module:
-    """A copy of a module without its children; the tensors have no values, and are fp32 where they are floating."""
+    """Returns a copy of a module without its children; its tensors are uninitialized, and fp32 if floating."""
     made = copy.copy(module)
     for field in ("_parameters", "_buffers"):
         tensors = getattr(module, field).items()
@@ -85,7 +85,7 @@ def _empty(tensor: Tensor, device: str) -> Tensor:
 
 @torch.no_grad()
 def fill(parts: Iterable[nn.Module], model: LayeredModel) -> None:
-    """Copies the initial weights of ``model`` to what this rank has of them: ``parts``, whole, staged or sharded."""
+    """Copies the initial weights of ``model`` to this rank's ``parts`` of it: whole, staged or sharded."""
     tensors = [dict(chain(part.named_parameters(), part.named_buffers())) for part in parts]
 
     def take(name: str, whole: Tensor) -> None:

@@ -1,7 +1,7 @@
 """ResNet-50 "v1.5" (He et al., 2016, with the stride in the 3x3 convolution of a block).
 
-Batch normalization uses the statistics of each micro-batch on its rank, as with DDP: a step on r ranks equals one on a
-single rank with r micro-batches. The running statistics, for evaluation, are averaged over the ranks when needed.
+As with DDP, batch normalization uses the statistics of each micro-batch on its rank: a step on r ranks equals one on a
+single rank with r micro-batches. Evaluation averages the running statistics over the ranks.
 """
 
 from typing import Final
@@ -16,7 +16,7 @@ from tridock.experiment.resnet import EXPANSION, STAGES, STEM
 from tridock.train.models.layered import LayeredModel
 
 MEAN: Final = (0.485, 0.456, 0.406)
-"""ImageNet's mean of red, green and blue, in 0 to 1."""
+"""ImageNet's means of red, green and blue, on a scale of 0 to 1."""
 DEVIATION: Final = (0.229, 0.224, 0.225)
 
 
@@ -33,7 +33,7 @@ class Norm(nn.BatchNorm2d):
 
 
 class Bottleneck(nn.Module):
-    """[batch, inputs, height, width] to [batch, 4 x inner, height / stride, width / stride], on a residual branch."""
+    """A residual block: [batch, inputs, height, width] to [batch, 4 x inner, height / stride, width / stride]."""
 
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(LayeredModel):
-    """``model(images)``: uint8 [batch, 3, height, width], red, green, blue; returns logits [batch, classes].
+    """``model(images)`` takes uint8 [batch, 3, height, width] (red, green, blue); returns logits [batch, classes].
 
-    With labels, int64 [batch], the mean cross-entropy in nats, fp32.
+    With labels, int64 [batch], it returns the mean cross-entropy in nats, an fp32 scalar.
     """
 
     def __init__(self, model: Model) -> None:
@@ -75,7 +75,8 @@ class ResNet(LayeredModel):
         self.scale.copy_(torch.tensor([MEAN, DEVIATION], device="cpu").view(self.scale.shape) * 255)
 
     def initialize(self, name: str, module: nn.Module) -> bool:
-        """He et al. (2015) for convolutions; the last normalization of a branch begins at 0 (Goyal et al., 2017)."""
+        """Initializes convolutions as He et al. (2015), and the last normalization of a branch to 0 (Goyal et al.,
+        2017)."""
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, Norm) and name.endswith("expand_norm"):
@@ -96,7 +97,7 @@ class ResNet(LayeredModel):
 
 
 def statistics(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The running means and variances of a model's batch normalizations, by name."""
+    """Returns the running means and variances of a model's batch normalizations, by name."""
     return [one for one in model.named_buffers() if one[0].endswith(("running_mean", "running_var"))]
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021), by halves of a head, and Llama 3.1's scaling of long periods."""
+"""Rotary position embeddings (Su et al., 2021), which pair the halves of a head, with Llama 3.1's frequency scaling."""
 
 import math
 from typing import Final
@@ -9,16 +9,16 @@ from torch import Tensor
 from tridock.experiment.model import Model
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, fp32 [sequence, half of what is rotated of a head]."""
+"""Cosines and sines, fp32 [sequence, rotary size / 2]."""
 LOW_FREQUENCY: Final = 1.0
 HIGH_FREQUENCY: Final = 4.0
 ORIGINAL_CONTEXT: Final = 8192
-"""Llama 3.1's: periods of more than ORIGINAL_CONTEXT / LOW_FREQUENCY tokens are scaled by the whole factor, those of
-less than ORIGINAL_CONTEXT / HIGH_FREQUENCY are not."""
+"""Llama 3.1's value: periods above ORIGINAL_CONTEXT / LOW_FREQUENCY tokens are scaled by the whole factor, those below
+ORIGINAL_CONTEXT / HIGH_FREQUENCY tokens are not."""
 
 
 def rotation(model: Model, length: int, device: torch.device) -> Rotation:
-    """The rotation of each of the first ``length`` positions."""
+    """Returns the rotation of each of the first ``length`` positions."""
     pairs = torch.arange(0, model.rotary_size, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (model.rotary_base ** (pairs / model.rotary_size))
     if model.use_rope_scaling:
@@ -34,7 +34,7 @@ def _scaled(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def rotated(x: Tensor, by: Rotation) -> Tensor:
-    """Queries or keys [batch, sequence, heads, head size], each at its position."""
+    """Returns queries or keys, ``x`` [batch, sequence, heads, head size], each rotated by its position."""
     cosines, sines = (it.to(x.dtype).unsqueeze(1) for it in by)
     half = cosines.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

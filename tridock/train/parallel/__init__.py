@@ -1,1 +1,1 @@
-"""Parallel strategies of engine torch: DDP, ZeRO, FSDP2, tensor parallelism, pipelines."""
+"""Parallel strategies of engine torch: DDP, ZeRO, FSDP2, tensor and pipeline parallelism."""

@@ -1,7 +1,7 @@
 """fp16 loss scaling for engine ``torch``, with the rules of DeepSpeed's and Megatron's dynamic scaler.
 
 torch's GradScaler has no hysteresis, and an experiment must behave the same under every strategy. The state is on the
-rank's device: no step waits for the device to learn whether the last one overflowed.
+rank's device, so that no step waits to learn whether the previous one overflowed.
 """
 
 from typing import Final
@@ -15,9 +15,9 @@ _SMALLEST: Final = 1.0
 
 
 class LossScaler:
-    """``scale`` multiplies the loss; ``update(overflow)`` after every step adapts it.
+    """The factor ``scale`` of the loss; ``update(overflow)`` after every step adapts it.
 
-    Fixed where ``loss_scale`` is set (or the precision is not fp16: then 1). Dynamic otherwise: it starts at
+    It is 1 unless the precision is fp16, and fixed if ``loss_scale`` is set. Otherwise it starts at
     2 ** initial_scale_power, halves after ``hysteresis`` overflows, and doubles after ``loss_scale_window`` good steps.
     """
 
@@ -29,16 +29,16 @@ class LossScaler:
         self.scale, self.good_steps, self.overflows_left = state.unbind()
 
     def scaled(self, loss: Tensor, parts: int = 1) -> Tensor:
-        """The loss of one of ``parts`` micro-batches, to start the backward pass with."""
+        """Returns the scaled loss of one of ``parts`` micro-batches, to start the backward pass with."""
         return loss * (self.scale / parts).float()
 
     def update(self, overflow: Tensor) -> None:
-        """Adapts the scale to the outcome of a step: a bool of no dimension, on the scaler's device."""
+        """Adapts the scale after a step; ``overflow`` is a bool scalar on the scaler's device."""
         if not self.dynamic:
             return
         left = self.overflows_left - overflow.double()
         halves = overflow & (left <= 0)
-        # As DeepSpeed counts: the good step that comes after a whole window of them doubles.
+        # Counts like DeepSpeed: the scale doubles at the first good step after a full window of good steps.
         doubles = ~overflow & (self.good_steps > 0) & (self.good_steps % self.settings.loss_scale_window == 0)
         smaller = (self.scale / 2.0).clamp(min=_SMALLEST)
         self.scale = torch.where(halves, smaller, torch.where(doubles, self.scale * 2.0, self.scale))
@@ -46,12 +46,12 @@ class LossScaler:
         self.good_steps = (self.good_steps + 1.0).masked_fill(overflow, 0.0)
 
     def state(self) -> dict[str, float]:
-        """The state to save in a checkpoint. Waits for the device."""
+        """Returns the state to save in a checkpoint. Waits for the device."""
         values = torch.stack([self.scale, self.good_steps, self.overflows_left]).tolist()
         return dict(zip(("scale", "good_steps", "overflows_left"), values, strict=True))
 
     def restore(self, state: dict[str, float]) -> None:
-        """Continues from ``state()``; a fixed scale stays the experiment's."""
+        """Restores the state that ``state()`` returned; a fixed scale stays that of the experiment."""
         if self.dynamic:
             self.scale.fill_(state["scale"])
             self.good_steps.fill_(state["good_steps"])

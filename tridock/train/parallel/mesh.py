@@ -1,6 +1,6 @@
 """The device mesh of engine ``torch``: pipeline, data and tensor parallel dimensions.
 
-Ranks are numbered as in the plan: tensor parallel ranks are adjacent, pipeline stages furthest apart, or replicas.
+Ranks are numbered as in the plan: tensor parallel ranks are adjacent; pipeline stages, or replicas, are furthest apart.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Mesh:
 
     whole: DeviceMesh
     ends: dist.ProcessGroup | None
-    """The group of the first and last stage with this rank's other coordinates; None in between."""
+    """The group of the first and last stage with this rank's other coordinates; None in the stages between."""
 
     @classmethod
     def form(cls, parallel: Parallel, ranks: Ranks) -> Self:
@@ -68,7 +68,7 @@ class Mesh:
 
     @property
     def description(self) -> str:
-        """The layout, to print."""
+        """A line that describes the layout, to print."""
         names = {STAGES: "pipeline stages", REPLICAS: "replicas", SHARDS: "shards", TENSOR: "tensor parallel ranks"}
         return (
             ", ".join(f"{self.size(name)} {label}" for name, label in names.items() if self.size(name) > 1) or "alone"
@@ -76,7 +76,7 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """This rank's data parallel replica."""
+        """Index of this rank's data parallel replica."""
         return self.coordinate(REPLICAS) * self.size(SHARDS) + self.coordinate(SHARDS)
 
     @property

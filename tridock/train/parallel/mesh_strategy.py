@@ -47,7 +47,7 @@ class MeshStrategy:
         self._is_tied = not experiment.model.untie_embeddings_and_output_weights
         self.parts = list(self._parts(model))
         fill(self.parts, model)
-        # Collected here: after an evaluation a module holds the gathered weights instead of the shards.
+        # Collected here, because after an evaluation a module has the gathered weights instead of the shards.
         self.parameters = [named for part in self.parts for named in part.named_parameters()]
         self.phases = Phases(ranks.device)
         self.pipeline: Pipeline | None = None
@@ -61,7 +61,7 @@ class MeshStrategy:
         self.optimizer = self._optimizer()
 
     def _parts(self, model: LayeredModel) -> Iterator[LayeredModel]:
-        """This rank's shards of its stages, without values. Until then nothing is allocated: the model is on meta."""
+        """Yields this rank's shards of its stages, uninitialized. The model is on the meta device, without storage."""
         parallel, place = self.experiment.parallel, self.mesh.coordinate(STAGES)
         count = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
         for stage in stages_of_rank(parallel, place):
@@ -84,7 +84,7 @@ class MeshStrategy:
 
     def _optimizer(self) -> torch.optim.AdamW:
         settings = self.experiment.optimizer
-        # The optimizer processes a group at once, so its weights must be on the same mesh.
+        # The optimizer updates a group in one call, so its weights must be on the same mesh.
         groups: dict[tuple[float, object], list[nn.Parameter]] = defaultdict(list)
         for _, parameter in self.parameters:
             decay = settings.weight_decay if parameter.dim() > 1 else 0.0
@@ -134,7 +134,7 @@ class MeshStrategy:
         return total / len(batches)
 
     def _from_last_stage(self, loss: Tensor | None) -> Tensor:
-        """The loss, which only the last stage has, on all stages."""
+        """Returns the last stage's loss on all stages."""
         value = torch.zeros((), device=self.device) if loss is None else loss.detach().float()
         if self.pipeline is not None:
             group = self.mesh.group(STAGES)
@@ -157,7 +157,7 @@ class MeshStrategy:
         return clip_and_step(self.optimizer, mine, self._norm(gradients), self.scaler, clip_grad, lr)
 
     def _norm(self, gradients: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """The 2-norm of the whole gradient; each part counts once."""
+        """Returns the 2-norm of the whole gradient; each part counts once."""
         kinds: list[list[Tensor]] = [[], [], [], []]
         for name, gradient in gradients:
             if name == _TIED and self.mesh.coordinate(STAGES) > 0:
@@ -175,7 +175,7 @@ class MeshStrategy:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        if self.pipeline is None and self.parts[0].training:  # once an evaluation, not once a batch of it
+        if self.pipeline is None and self.parts[0].training:  # once per evaluation, not once per batch
             average_statistics(self.parts[0])
         for part in self.parts:
             part.eval()
@@ -218,12 +218,13 @@ class MeshStrategy:
         sharded.load(self.parameters, self._statistics(), self.optimizer, self.scaler, folder)
 
     def _statistics(self) -> dict[str, Tensor]:
-        """The batch normalization statistics, by their names in the model."""
+        """Returns the batch normalization statistics, by their names in the model."""
         return {name: buffer for part in self.parts for name, buffer in statistics(part)}
 
 
 def _whole_at(logits: Tensor, places: Tensor) -> Tensor:
-    """Returns each sample's logits at its place, over the whole vocabulary, which tensor parallel ranks split."""
+    """Returns each sample's logits at its place over the whole vocabulary, gathered from tensor parallel ranks:
+    [samples, vocabulary]."""
     if not isinstance(logits, DTensor):
         return at(logits, places)
     size = (len(places), logits.shape[-1])

@@ -17,14 +17,14 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def layers_of_stage(num_layers: int, stages: int, stage: int) -> range:
-    """The layers of a stage: sizes differ by at most one, larger stages first."""
+    """Returns the layers of a stage. Sizes differ by at most one, and larger stages come first."""
     size, longer = divmod(num_layers, stages)
     first = stage * size + min(stage, longer)
     return range(first, first + size + (stage < longer))
 
 
 def stages_of_rank(parallel: Parallel, place: int) -> list[int]:
-    """The stages of the rank at this position of the pipeline; several with an interleaved schedule."""
+    """Returns the stages of the rank at a position of the pipeline; several with an interleaved schedule."""
     ranks = parallel.pipeline_model_parallel_size
     return [place + ranks * turn for turn in range(parallel.virtual_pipeline_model_parallel_size)]
 
@@ -67,9 +67,9 @@ class Pipeline:
         return self._loss(outputs, target)
 
     def run(self, batches: Sequence[Tensor], *, train: bool) -> Tensor | None:
-        """Forward, and with ``train`` backward, over int64 [micro batch, seq_length + 1].
+        """Runs the forward pass, and with ``train`` the backward pass, over all micro-batches of a step.
 
-        Returns the mean loss on the last stage, None on the others.
+        Each of ``batches`` is int64 [micro batch, seq_length + 1]. Returns the mean loss on the last stage, else None.
         """
         whole = torch.cat(list(batches))
         losses = self._pass(whole[:, :-1], whole[:, 1:], train=train)
@@ -91,7 +91,7 @@ class Pipeline:
         return found
 
     def _pass(self, inputs: Tensor, target: Tensor, *, train: bool) -> list[Tensor]:
-        """The losses of the micro-batches, on the last stage."""
+        """Returns the losses of the micro-batches on the last stage, nothing on the others."""
         losses: list[Tensor] = []
         here = (inputs.contiguous(),) if self.is_first else ()
         given: dict[str, Any] = {"target": target.contiguous(), "losses": losses} if self.is_last else {}

@@ -40,7 +40,7 @@ class Step:
     loss: Tensor
     """Mean loss of this rank's micro-batches, a scalar."""
     grad_norm: Tensor | float
-    """2-norm of the whole gradient, averaged over the ranks, before clipping; infinite if fp16 overflowed."""
+    """2-norm of the whole gradient, the mean over all replicas, before clipping; infinite if fp16 overflowed."""
 
 
 Batch = Tensor | tuple[Tensor, Tensor]
@@ -55,37 +55,37 @@ def inputs_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
 class Strategy(Protocol):
     @property
     def phases(self) -> Phases:
-        """The time of its steps by phase."""
+        """The times of its steps by phase."""
 
     @property
     def loss_scale(self) -> float:
         """The loss scale in fp16; 1 otherwise."""
 
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
-        """Forward and backward over the micro-batches, and one update."""
+        """Runs forward and backward over the micro-batches, and one optimizer update with learning rate ``lr``."""
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """Mean loss of the micro-batches, without dropout or gradient."""
+        """Returns the mean loss of the micro-batches, an fp32 scalar, without dropout or gradients."""
 
     def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor | None:
-        """The logits after the token at ``last`` [micro batch] of each sample: [samples, vocabulary].
+        """Returns the logits after the token at ``last`` [micro batch] of each sample: [samples, vocabulary].
 
-        ``batches``: int64 [micro batch, seq_length]. NaN for a sample, or None, where another rank has them. A
-        collective.
+        ``batches`` are int64 [micro batch, seq_length]. If another rank has a sample's logits, they are NaN here; if
+        other ranks have all, it returns None. A collective.
         """
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:
-        """Names of the files that a rank reads of a checkpoint which ``saved`` ranks have written."""
+        """Returns the names of the files that a rank reads from a checkpoint written by ``saved`` ranks."""
 
     def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
-        """Returns the collective that writes this rank's part; ``writes_shared``: also what is the same on all ranks.
+        """Returns the collective that writes this rank's part, and if ``writes_shared`` the files common to all ranks.
 
-        With a process group ``background`` that may run on another thread while training continues: it writes a copy of
+        With a process group ``background``, it may run on another thread while training continues: it writes a copy of
         the state, made here, and communicates in that group. A collective.
         """
 
     def load(self, folder: Path, saved: int) -> None:
-        """Continues from what ``save`` wrote on ``saved`` ranks. A collective."""
+        """Loads the state that ``save`` wrote on ``saved`` ranks. A collective."""
 
 
 def is_sharded(experiment: Experiment) -> bool:
@@ -96,7 +96,7 @@ def is_sharded(experiment: Experiment) -> bool:
 
 
 def build_strategy(model: LayeredModel, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
-    """The strategy that the experiment names; ``model``: on the meta device, its weights not yet drawn."""
+    """Builds the experiment's strategy; ``model`` is on the meta device, and its weights are not yet drawn."""
     if experiment.parallel.strategy == "ddp":
         return DistributedDataParallel(model, experiment, ranks)
     return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size))
@@ -110,10 +110,10 @@ def _adamw(model: nn.Module, experiment: Experiment) -> torch.optim.AdamW:
 
 
 def _ddp(module: nn.Module, ranks: Ranks) -> nn.parallel.DistributedDataParallel:
-    """The module in torch's DDP, for more than one rank: its buckets cost time in each step."""
+    """Wraps the module in torch's DDP. Used only with several ranks, because its buckets cost time in each step."""
     devices = [ranks.device.index] if ranks.device.type == "cuda" else None
     with warnings.catch_warnings():
-        # torch 2.13 has two newer options for it, which older versions lack.
+        # torch 2.13 has two newer options for this, which older versions lack.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return nn.parallel.DistributedDataParallel(
             module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
@@ -223,9 +223,9 @@ class Zero:
         deepspeed = import_deepspeed(ranks)
         self.stage, self.world_size = experiment.parallel.zero_stage, ranks.world_size
         self.precision = experiment.precision
-        # DeepSpeed's own scaler at stage 0 has no hysteresis and does not scale the loss (0.19.8): ours instead.
+        # DeepSpeed's scaler at stage 0 has no hysteresis and does not scale the loss (0.19.8), so this uses Tridock's.
         own = self.stage == 0
-        # On the host: DeepSpeed wants a number.
+        # On the host, because DeepSpeed needs a Python number.
         self.scaler = LossScaler(experiment.fp16, experiment.precision, torch.device("cpu")) if own else None
         if self.scaler is not None and experiment.precision == "fp16":
             config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale.item()}}
@@ -268,7 +268,7 @@ class Zero:
             with self.phases.inside(BACKWARD):
                 self.engine.backward(loss * scale if scale != 1.0 else loss)
             if number == len(batches) and self.stage == 0 and self.precision == "fp32":
-                # Here DeepSpeed uses the plain optimizer and does not return the norm of the averaged gradients.
+                # Here DeepSpeed uses the plain optimizer and does not return the norm of the mean gradient.
                 gradients = [parameter.grad for parameter in self.engine.parameters() if parameter.grad is not None]
                 bare_norm = _norm(gradients)
             with self.phases.inside(OPTIMIZER):
@@ -292,19 +292,19 @@ class Zero:
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:
         if saved != self.world_size and self.stage > 0:
-            # This rank's partitions lie in several of their files.
+            # This rank's partitions are in several of the saved ranks' files.
             return tuple(dict.fromkeys(name for number in range(saved) for name in self._files_of(number)))
         return self._files_of(rank)
 
     def _files_of(self, rank: int) -> tuple[str, ...]:
-        """The files that a rank writes, the model first."""
+        """Returns the files that a rank writes, the model first."""
         model = zero_file(rank, "model") if self.stage == 3 else "mp_rank_00_model_states.pt"
         prefix = "bf16_" if self.precision == "bf16" else ""
         optimizer = zero_file(rank, "optim", prefix)
         return (model, optimizer) if self.stage > 0 else (model,)
 
     def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
-        # DeepSpeed lets only rank 0 write what is common to all ranks; nodes that share no folder need a copy each.
+        # DeepSpeed lets only rank 0 write the common files; nodes that share no folder need a copy each.
         self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
         own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
         save = partial(
@@ -321,7 +321,7 @@ class Zero:
 
 
 def _partition(model: LayeredModel, zero_init: Callable[..., Any], device: torch.device) -> None:
-    """Draws the initial weights; DeepSpeed takes one at a time, and keeps this rank's partition of it."""
+    """Draws the initial weights one at a time; DeepSpeed keeps this rank's partition of each."""
     drawn = copy.deepcopy(model)
 
     def take(name: str, whole: Tensor) -> None:
@@ -343,7 +343,7 @@ def _mean(losses: list[Tensor]) -> Tensor:
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm of all gradients as one vector. torch's own get_total_norm is missing before 2.6."""
+    """Returns the 2-norm of all gradients as one vector. torch has get_total_norm only since 2.6."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
@@ -368,18 +368,18 @@ def _read_deepspeed_config(run_folder: Path, world_size: int) -> dict[str, Any]:
 
 
 def import_deepspeed(ranks: Ranks) -> Any:
-    """Imports DeepSpeed, quiet, and attaches it to the existing process group."""
+    """Imports DeepSpeed, which then logs warnings only by default, and attaches it to the existing process group."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import set_log_level_from_string
 
     set_log_level_from_string(os.environ.get(environment.DEEPSPEED_LOG_LEVEL, "warning"))
     if ranks.device.type == "cpu":
-        # DeepSpeed would compile a shared-memory collective while the ranks wait. It is for inference only.
+        # DeepSpeed would compile a shared-memory collective, which is for inference only, while the ranks wait.
         deepspeed.ops.__compatible_ops__ = {}
-        # It refuses fp16 on processors without instructions for it; torch computes it all the same.
+        # DeepSpeed refuses fp16 on CPUs without instructions for it, although torch computes it.
         type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
-    # DeepSpeed's own calls; the warning would appear in every log once a rank.
+    # From DeepSpeed's own calls; each rank's log would have the warning.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated", category=FutureWarning)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     return deepspeed

@@ -1,4 +1,4 @@
-"""The end of a step of engine ``torch``'s own strategies: clip, unscale, update. Nothing here waits for the device."""
+"""The update of engine ``torch``'s own strategies: clip, unscale, step. Nothing here waits for the device."""
 
 import math
 from typing import Any
@@ -12,10 +12,10 @@ from tridock.train.parallel.loss_scale import LossScaler
 def clip_and_step(
     optimizer: Any, gradients: list[Tensor], norm: Tensor, scaler: LossScaler, clip_grad: float, lr: float
 ) -> Tensor:
-    """One update by a fused optimizer, which skips it on the device if the gradient is not finite.
+    """Runs one update by a fused optimizer, which skips it on the device if the gradient is not finite.
 
-    ``norm`` is the 2-norm of the scaled gradient. Returns that of the gradient before clipping, infinite if it is not
-    finite.
+    ``norm`` is the 2-norm of the scaled gradient. Returns the unscaled norm before clipping; infinity if the gradient
+    is not finite.
     """
     overflow = ~torch.isfinite(norm)
     norm = (norm.double() / scaler.scale).masked_fill(overflow, math.inf)

@@ -126,7 +126,7 @@ def _padded(states: Tensor, buffer: Any) -> Tensor:
 
 
 def before_load(optimizer: Any) -> None:
-    """Creates the states that the first step would create, and keeps the step count, which a checkpoint's states lack."""
+    """Creates the states that the first step would create, and keeps their step count, which checkpoints lack."""
     if not isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer.optimizer, torch.optim.AdamW):
         return
     states = optimizer.optimizer.state

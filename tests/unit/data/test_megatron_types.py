@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.data.tokenizers import TEXTS, sentencepiece_model, tiktoken_file
+from tests.unit.data.tokenizers import HARD, LINES, TEXTS, sentencepiece_model, tiktoken_file
 from tridock.cli import main
 from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
-from tridock.data.tokenize import encoders
+from tridock.data.tokenize import encoders, sentencepiece
 from tridock.data.tokenize.encoders import Encoder, Null
 from tridock.data.tokenize.sentencepiece import SentencePieceTokenizer
 from tridock.data.tokenize.tiktoken import TikTokenizer
@@ -45,6 +45,47 @@ def test_a_data_set_of_sentencepieces(name: str, tmp_path: Path) -> None:
     model = sentencepiece_model(tmp_path)
     assert preprocess(tmp_path, TEXTS, "--tokenizer-type", name, "--tokenizer-model", str(model)) == 0
     assert_is_that_of(tmp_path, SentencePieceTokenizer(model), TEXTS, "sentencepiece")
+
+
+# As Llama 2 and Gemma were made, and the library's own defaults.
+_LLAMA: dict[str, object] = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+_KINDS: dict[str, dict[str, object]] = {
+    "defaults": {},
+    "llama": {**_LLAMA, "allow_whitespace_only_pieces": True},
+    "gemma": {**_LLAMA, "add_dummy_prefix": False, "user_defined_symbols": ["<start>", "\n\n"]},
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_long_texts_of_sentencepieces_are_encoded_in_pieces(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = SentencePieceTokenizer(sentencepiece_model(tmp_path, **_KINDS[kind]))
+    texts = [*HARD, " ".join(LINES * 9), "  ".join(LINES * 9), "\n".join(LINES * 9), "a" * 99, " one", "one <start> 2"]
+    wanted = [ids.tolist() for ids in encoder.encode(texts)]
+    monkeypatch.setattr(sentencepiece, "LONG_TEXT", 5)
+    calls: list[str] = []
+    encode_one = encoder._encode_one
+    monkeypatch.setattr(encoder, "_encode_one", lambda piece: (calls.append(piece), encode_one(piece))[1])
+    assert [ids.tolist() for ids in encoder.encode(texts)] == wanted
+    assert len(calls) > len(texts) + 50
+
+
+_WHOLE: dict[str, dict[str, object]] = {
+    "unigram": {"model_type": "unigram", "hard_vocab_limit": False},
+    "tokens of several words": {"split_by_whitespace": False},
+    "spaces behind words": {"treat_whitespace_as_suffix": True},
+}
+
+
+@pytest.mark.parametrize("kind", _WHOLE)
+def test_texts_of_other_sentencepieces_stay_whole(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = SentencePieceTokenizer(sentencepiece_model(tmp_path, **_WHOLE[kind]))
+    texts = [*HARD, " ".join(LINES * 9)]
+    wanted = [ids.tolist() for ids in encoder.encode(texts)]
+    monkeypatch.setattr(sentencepiece, "LONG_TEXT", 5)
+    monkeypatch.setattr(encoder, "_encode_one", pytest.fail)
+    assert [ids.tolist() for ids in encoder.encode(texts)] == wanted
 
 
 def test_a_data_set_of_tiktokens(tmp_path: Path) -> None:

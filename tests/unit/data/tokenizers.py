@@ -13,14 +13,13 @@ LINES = ["the other one and the other line", "another line: a hundred words, and
 TEXTS = [*LINES, "one </s> two <unk>", "  two  spaces ", "\n\na\tb\r\n", "\U0001f600\u4e2d\u6587 e\u0301", ""]
 
 
-def sentencepiece_model(folder: Path, **options: int) -> Path:
+def sentencepiece_model(folder: Path, **options: object) -> Path:
     import sentencepiece
 
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES * 20), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True,
-        minloglevel=2, **options,
-    )  # fmt: skip
+    usual = {"vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
+    lines = iter(LINES * 20)
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **(usual | options))
     path = folder / "tokenizer.model"
     path.write_bytes(model.getvalue())
     return path

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -256,8 +256,13 @@ def _pieces(text: str, size: int) -> Iterator[str]:
 
 def in_pieces(text: str, encode: Callable[[str], Ids], vocab_size: int) -> Ids:
     """Encodes a long text in pieces that end at the end of a word, if possible; returns its ids, [tokens]."""
+    return joined(_pieces(text, LONG_TEXT), encode, vocab_size)
+
+
+def joined(pieces: Iterable[str], encode: Callable[[str], Ids], vocab_size: int) -> Ids:
+    """Encodes the pieces of a text, at least one; returns the ids of the text, [tokens]."""
     dtype = token_dtype(vocab_size)
-    parts = [encode(piece).astype(dtype) for piece in _pieces(text, LONG_TEXT)]
+    parts = [encode(piece).astype(dtype) for piece in pieces]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

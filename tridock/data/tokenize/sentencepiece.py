@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+import string
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tridock.data.tokenize.encoders import LONG_TEXT, joined
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
     from tridock.data.tokenize.encoders import Ids
+
+_SPACE: Final = "\u2581"
+"""The character that stands for a space in the library's pieces."""
+_BETWEEN_WORDS: Final = re.compile("(?<=[0-9A-Za-z]) (?=[0-9A-Za-z])")
 
 
 class SentencePieceTokenizer:
@@ -45,7 +53,40 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._model.get_piece_size()
         self.largest_id = self.vocab_size - 1
         self.sha256 = hashlib.sha256(content).hexdigest()
+        self._space_at_cut = self._find_space_at_cut()
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
+        if self._space_at_cut is not None and any(len(text) > LONG_TEXT for text in texts):
+            return [joined(self._pieces(text), self._encode_one, self.vocab_size) for text in texts]
         # By default each worker would start as many threads as the machine has cores.
         return [np.array(ids, np.uint32) for ids in self._model.encode(list(texts), out_type=int, num_threads=1)]
+
+    def _encode_one(self, piece: str) -> Ids:
+        return np.array(self._model.encode(piece, out_type=int), np.uint32)
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Cuts a long text between two words."""
+        start = 0
+        while found := _BETWEEN_WORDS.search(text, start + LONG_TEXT):
+            yield text[start : found.start()]
+            start = found.end() - len(self._space_at_cut or "")
+        yield text[start:]
+
+    def _find_space_at_cut(self) -> str | None:
+        """Returns what the second part of a cut text begins with: the space between the two words, or nothing.
+
+        None if the ids of the parts may differ from those of the text: if a token can span two words, or for a unigram
+        model, whose scores are fractions: their sums are rounded, and so depend on all of the text before.
+        """
+        ids, space = range(self.vocab_size), self._model.piece_to_id(_SPACE)
+        whole_numbers = all(self._model.get_score(number).is_integer() for number in ids)
+        spans = any(_SPACE in self._model.id_to_piece(number).lstrip(_SPACE) for number in ids)
+        if not whole_numbers or spans or space == self._model.unk_id():
+            return None
+        first, *others = tuple(string.ascii_letters + string.digits)
+        text = self._model.encode(" ".join((first, *others)))
+        for begin in ("", " "):
+            parts = self._model.encode([first, *(begin + word for word in others)])
+            if text == list(chain.from_iterable(parts)):
+                return begin
+        return None

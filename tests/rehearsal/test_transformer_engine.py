@@ -13,11 +13,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.rehearsal.pretended_te import VERSION, import_transformer_engine
 from tests.unit.train import pretended_gpu
-from tests.unit.train.pretended_gpu import GPU, REASON, Transfers
+from tests.unit.train.experiments import experiment
+from tests.unit.train.pretended_gpu import GPU, REASON, LiveBytes, Transfers
+from tridock.engines import engine_of
 from tridock.errors import RequestError
+from tridock.layout.activations import kept_layer
 
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
@@ -126,6 +130,54 @@ def test_its_adam_resumes(on_gpu: Callable[..., Any], name: str) -> None:
         resumed.step(batches, 0.1)
         counts = [group["step"] for it in resumed.optimizer.chained_optimizers for group in it.optimizer.param_groups]
         assert set(counts) == {2}
+
+
+WIDE = {
+    "precision": "bf16", "model.hidden_size": 256, "model.num_attention_heads": 8, "model.seq_length": 128,
+    "model.hidden_dropout": 0.0, "model.attention_dropout": 0.0,
+}  # fmt: skip
+GROUPED, ROPE = {"model.num_query_groups": 2}, {"model.position_embedding_type": "rope"}
+NORMED, TENSOR = {"model.qk_layernorm": True}, {"parallel.tensor_model_parallel_size": 2}
+SWIGLU = {"model.swiglu": True, "model.normalization": "RMSNorm", "model.add_bias_linear": False}
+KEPT: dict[str, tuple[dict[str, Any], int]] = {
+    "GPT-2": ({}, 1),
+    "fp16": ({"precision": "fp16", "model.transformer_impl": "transformer_engine"}, 1),
+    "dropout": ({"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}, 1),
+    "grouped": (GROUPED, 1),
+    "rotated": (ROPE, 1),
+    "Llama": (ROPE | GROUPED | SWIGLU, 1),
+    "normed": (NORMED, 1),
+    "Qwen 3": (NORMED | ROPE | GROUPED | SWIGLU, 1),
+    "tensor": (TENSOR, 2),
+    "tensor and sequence": (TENSOR | {"parallel.sequence_parallel": True} | ROPE | GROUPED | SWIGLU, 2),
+    "fewer groups than ranks": (ROPE | GROUPED | {"parallel.tensor_model_parallel_size": 4}, 4),
+    "context": ({"parallel.context_parallel_size": 2}, 2),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_layer_keeps_as_many_bytes_as_the_plan_says(on_gpu: Callable[..., Any], name: str) -> None:
+    fields, world_size = KEPT[name]
+    two, four = (
+        bytes_of_a_forward_pass(on_gpu, WIDE | fields | {"model.num_layers": layers}, world_size) for layers in (2, 4)
+    )
+    made = experiment(engine="megatron-core", **{"parallel.strategy": "ddp"} | WIDE | fields)
+    planned = kept_layer(made, engine_of(made).sizes(made, "cuda"))
+    assert (four - two) / 2 == pytest.approx(planned, rel=0.002)
+
+
+def bytes_of_a_forward_pass(on_gpu: Callable[..., Any], fields: dict[str, Any], world_size: int) -> int:
+    """What it makes on the pretended GPU that is there at its end."""
+    from tests.unit.train import test_megatron_core_on_a_gpu as layouts
+
+    layouts.CASES["counted"] = (fields, world_size, 0)
+    with on_gpu("counted") as (strategy, *_):
+        batch = torch.zeros(2, WIDE["model.seq_length"] + 1, dtype=torch.int64, device=GPU)
+        strategy._forward(iter([batch]), strategy.chunks[0])  # its workspace for matrix products is there now
+        with LiveBytes() as live:
+            losses, _ = strategy._forward(iter([batch]), strategy.chunks[0])
+        assert losses.requires_grad
+        return live.live["cuda"]
 
 
 def read_back(saved: Any, state: Any) -> Any:

@@ -153,7 +153,7 @@ def sizes_of(
         heads=tokens * model.attention_size * short / tensor,
         between=elements * short / spread,
         residual=elements * residual / spread,
-        norm=_norm_bytes(model, tokens / spread, model.hidden_size, residual, device),
+        norm=norm_bytes(model, tokens / spread, model.hidden_size, residual, device),
         inner=_inner_bytes(experiment, tokens, short, device) + model.seq_length * angles * short,
         mlp=kept * tokens * model.ffn_size * short / tensor
         if dense
@@ -175,7 +175,7 @@ def _mixture_bytes(model: Model, tokens: float, routed: float, width: float, sho
     return routed * ((model.hidden_size + width) * short + 8 + 8 + 2 * short) + scores
 
 
-def _norm_bytes(model: Model, rows: float, width: int, size: int, device: Device) -> float:
+def norm_bytes(model: Model, rows: float, width: int, size: int, device: Device) -> float:
     """Returns the bytes that a norm of ``rows`` x ``width`` numbers of ``size`` bytes keeps."""
     if model.normalization == "LayerNorm":
         return rows * (width * size + 2 * (4 if device == "cuda" else size))
@@ -192,7 +192,7 @@ def _inner_bytes(experiment: Experiment, tokens: int, short: int, device: Device
     normed = 0.0
     if model.qk_layernorm:
         rows = tokens * (model.num_attention_heads + model.query_groups) / tensor
-        normed = _norm_bytes(model, rows, model.head_size, short, device)
+        normed = norm_bytes(model, rows, model.head_size, short, device)
         if model.normalization == "LayerNorm" or device == "cuda":  # the norms' input keys are part of the fused tensor
             normed -= heads + keys - grouped
     return heads + 2 * keys + changed + normed + heads

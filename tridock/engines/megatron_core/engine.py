@@ -5,19 +5,20 @@ from itertools import product
 from typing import Final
 
 from tridock.engines.engine import Choice, Engine, RankProgram
-from tridock.engines.megatron_core import legality
+from tridock.engines.megatron_core import legality, transformer_engine
 from tridock.engines.megatron_core.experts import expert_choices, rank_problems
 from tridock.engines.megatron_core.legality import FIELDS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout import Plan
-from tridock.layout.activations import Sizes, sizes_of
+from tridock.layout.activations import Attention, Sizes, sizes_of
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
     Parameters,
     Shape,
     States,
+    Term,
     layers_of_stage,
     recomputed_layers,
     tokens_of,
@@ -40,7 +41,7 @@ class MegatronCore(Engine):
     checkpoint_fields = ("precision", "parallel.use_distributed_optimizer")
 
     problems = staticmethod(legality.problems)
-    gpu_problems = staticmethod(legality.gpu_problems)
+    gpu_problems = staticmethod(transformer_engine.gpu_problems)
 
     def takes_sizes(self, experiment: Experiment) -> bool:
         parallel = experiment.parallel
@@ -51,7 +52,11 @@ class MegatronCore(Engine):
         return interleaved and not (parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1)
 
     def packages(self, experiment: Experiment) -> Mapping[str, str]:
-        return {legality.TE: "model.transformer_impl"} if experiment.model.transformer_impl == legality.TE else {}
+        return (
+            {transformer_engine.TE: "model.transformer_impl"}
+            if experiment.model.transformer_impl == transformer_engine.TE
+            else {}
+        )
 
     def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
         if experiment.parallel.virtual_pipeline_model_parallel_size > 1:
@@ -82,9 +87,19 @@ class MegatronCore(Engine):
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         # Fused on GPUs, SwiGLU keeps the first matrix's output; otherwise also the tensors derived from its halves.
-        return sizes_of(
+        local = sizes_of(
             experiment, device, swiglu=3 if device == "cuda" else 5, angles=4.0 * experiment.model.rotary_size
         )
+        return transformer_engine.sizes(experiment, local) if transformer_engine.is_used(experiment, device) else local
+
+    def activation_terms(
+        self, experiment: Experiment, stage: int, accumulation: int, device: Device, attention: Attention = "fused"
+    ) -> list[Term]:
+        terms = super().activation_terms(experiment, stage, accumulation, device, attention)
+        if transformer_engine.is_used(experiment, device):
+            size = transformer_engine.WORKSPACE_BYTES
+            terms.append(Term("TransformerEngine", size, "its workspace for matrix products, 4 MiB before Hopper"))
+        return terms
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         weights, short = self.parameters(experiment, stage), FORMAT_BYTES[experiment.precision]

@@ -5,14 +5,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from tridock.engines.fields import COMMON, NO_TOKENIZER, Fields, Refused
-from tridock.engines.megatron_core import experts
+from tridock.engines.megatron_core import experts, transformer_engine
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.gpus import Gpu
 from tridock.layout.split import either, head_problems, nearest_divisors, nearest_multiple, nearest_multiples
 
-TE: Final = "transformer_engine"
-"""TransformerEngine, as Megatron's --transformer-impl and Python name it."""
 _NO_DEEPSPEED: Final = "megatron-core runs without DeepSpeed"
 _DISTRIBUTED: Final = "leave it out; parallel.use_distributed_optimizer shares out the optimizer's state"
 _OTHER_NAME: Final = "has another name in megatron-core"
@@ -49,17 +46,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
     yield from experts.problems(experiment)
     yield from _mapping_problems(experiment)
     yield from _recompute_problems(experiment)
-    if experiment.model.transformer_impl == TE and experiment.precision == "fp32":
-        # It would keep every score, and refuse context parallelism.
-        what, todo = "TransformerEngine has no fused attention in fp32", "set precision to bf16 or fp16, or use local"
-        yield Problem("model.transformer_impl", what, TE, todo, ("local",))
-
-
-def gpu_problems(experiment: Experiment, gpu: Gpu) -> Iterator[Problem]:
-    """Yields TransformerEngine's layers on a GPU that they do not support."""
-    if experiment.model.transformer_impl == TE and not gpu.bf16:
-        what = f"TransformerEngine has no fused attention on a {gpu.name}: its compute capability is below 8.0"
-        yield Problem("model.transformer_impl", what, TE, "set it to local, or leave it out", ("local",))
+    yield from transformer_engine.problems(experiment)
 
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:

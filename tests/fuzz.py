@@ -42,7 +42,7 @@ def _scalar(rng: random.Random) -> str:
     return rng.choice(_LIKELY if rng.random() < 0.6 else SCALARS)
 
 
-def words(rng: random.Random) -> str:
+def option_value(rng: random.Random) -> str:
     """A value of an option: without NUL, which no argument can have."""
     return _scalar(rng).replace("\x00", "").encode(errors="replace").decode()
 

@@ -1,4 +1,4 @@
-"""Which test provokes the fault of each rule that is not known from words on record alone."""
+"""Which test provokes the fault of each rule that no recorded text covers."""
 
 from __future__ import annotations
 

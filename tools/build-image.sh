@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the image (make image, tridock image). Words on standard output are few: the image's name comes last.
+# Builds the image (make image, tridock image). Prints little on standard output: the image's name comes last.
 #
 #   tools/build-image.sh cpu|gpu [BASE_IMAGE [IMAGE [CA_FILE [MEGATRON [FOLDER]]]]]
 #   tools/build-image.sh wrap BASE_IMAGE IMAGE [CA_FILE]

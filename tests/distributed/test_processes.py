@@ -171,7 +171,7 @@ def test_under_torchrun(workspace: Path) -> None:
 
 
 def refused(folder: Path, code: int, message: str, **env: str) -> None:
-    """All ranks leave with the code; rank 0 alone says why, in these words and no others."""
+    """All ranks leave with the code; rank 0 alone says why, in this message and no other."""
     finished = run(folder, 2, **env)
     assert finished.codes == [code, code]
     assert [line for line in finished.out[0].splitlines() if not line.startswith("small:")] == message.splitlines()

@@ -167,7 +167,7 @@ def lines_of(error: str) -> dict[str, str]:
 
 
 def test_a_loss_that_is_no_number(project: Path) -> None:
-    """And the same words again, by the run's folder alone."""
+    """And the same text again, by the run's folder alone."""
     with trained(project, "optimizer.lr=1e30", "optimizer.clip_grad=0.0") as process:
         _, error = process.communicate(timeout=PATIENCE)
     folder = folder_of(project)

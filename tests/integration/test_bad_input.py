@@ -60,7 +60,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *lines: str) -> N
 
 
 def refused_like(done: subprocess.CompletedProcess[str], code: int, *patterns: str) -> None:
-    """As :func:`refused`, for words with numbers that differ each time."""
+    """As :func:`refused`, for a message with numbers that differ each time."""
     lines = done.stderr.splitlines()
     matches = len(lines) == len(patterns) and all(map(re.fullmatch, patterns, lines))
     assert matches, "\n".join((*lines, "--- expected", *patterns))

@@ -266,7 +266,7 @@ def test_fetch_brings_the_folder_home_with_the_logs_of_both_nodes(rack_up: Up, f
     assert (home / "checkpoints" / "latest").exists()
 
 
-def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
+def test_a_run_that_fails_says_so_with_its_ranks_own_message(rack_up: Up) -> None:
     rack = rack_up.rack
     for host in rack:
         host.sh(f"mkdir -p {WORKDIR}/workspace/data/empty")

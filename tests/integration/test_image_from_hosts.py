@@ -259,10 +259,10 @@ def test_the_sshd_of_a_host_gives_pieces_and_nothing_else(lab: Lab) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", outside], check=True)
     ended: list[str] = []
 
-    def ask(*words: str, key: str = "", options: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    def ask(*command: str, key: str = "", options: tuple[str, ...] = ()) -> tuple[int, str, str]:
         keys = f"{folders['host-b']}/{KEYS}"
         program, *rest = peers.piece_servers["host-a"].command(keys)
-        argv = [program, *options, *(word.replace(f"{keys}/id", key or f"{keys}/id") for word in rest), *words]
+        argv = [program, *options, *(word.replace(f"{keys}/id", key or f"{keys}/id") for word in rest), *command]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30, stdin=subprocess.DEVNULL)
         return done.returncode, done.stdout, done.stderr.strip()
 

@@ -66,7 +66,7 @@ def copied(twin: Twin, run: Run) -> None:
 
 
 def lose(twin: Twin, run: Run, node: str = OTHER) -> dict[str, Any]:
-    """Kills a node once there is a checkpoint; what the run's own words of its move are."""
+    """Kills a node once there is a checkpoint; returns the run's events about its move."""
     run.wait_for_training(beyond=25)
     copied(twin, run)
     succeed("docker", "kill", twin.container(node))

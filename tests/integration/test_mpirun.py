@@ -13,7 +13,8 @@ from tests.integration.support import execute, own_name, succeed, wait_until
 from tests.integration.test_programs import NODES, Twin
 from tests.integration.test_wrapped_image import BASE
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]  # tests/unit/launchers/test_programs.py has its words
+# tests/unit/launchers/test_programs.py has its command lines.
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]
 
 PACKAGES = "openmpi-bin python3-mpi4py"
 RING = ("mpirun", "--oversubscribe", "python3", "-m", "mpi4py.bench", "ringtest", "-n", "8")
@@ -40,9 +41,9 @@ def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin
         execute("docker", "image", "rm", own, f"tridock-wrapped/{own}")
 
 
-def run(twin: Twin, *words: str) -> str:
-    """The id of a run of the ring, whose words these are; what it printed is in its log."""
-    options, loops = words[:-1], words[-1]
+def run(twin: Twin, *arguments: str) -> str:
+    """The id of a run of the ring with these arguments; its log has its output."""
+    options, loops = arguments[:-1], arguments[-1]
     done = twin.tridock("run", "--workdir", "code", "--name", "ring", *options, "--", *RING, "-l", loops)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"^run (\S+): ", done.stdout + done.stderr, re.MULTILINE)

@@ -37,9 +37,9 @@ def test_a_spare_takes_the_place_of_a_lost_node(image: str, tmp_path: Path) -> N
     (tmp_path / "run.yaml").write_text(json.dumps(CONFIG))
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "word").write_text("hello")
-    words = ("run", "--hosts", "hostfile", "--config", "run.yaml", "--no-check")
+    command = ("run", "--hosts", "hostfile", "--config", "run.yaml", "--no-check")
     try:
-        argv = [sys.executable, "-m", "tridock.cli", *words]
+        argv = [sys.executable, "-m", "tridock.cli", *command]
         with (tmp_path / "out").open("w") as out:
             process = subprocess.Popen(argv, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT)
         printed = (tmp_path / "out").read_text

@@ -136,7 +136,7 @@ class Program:
     wheels: str
     command: str
     longer: str
-    """Words that make it train for long."""
+    """Arguments that make it train for long."""
     trains: str
     """What it prints once it trains, as a regular expression."""
     done: str
@@ -196,9 +196,9 @@ class Twin:
     folder: Path
     hosts = "hostfile"
 
-    def tridock(self, *words: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
+    def tridock(self, *arguments: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{COMMANDS}:{os.environ['PATH']}"}
-        argv = [sys.executable, "-m", "tridock.cli", words[0], "--hosts", self.hosts, *words[1:]]
+        argv = [sys.executable, "-m", "tridock.cli", arguments[0], "--hosts", self.hosts, *arguments[1:]]
         return execute(*argv, cwd=self.folder, env=env, timeout=timeout)
 
     def up(self) -> None:
@@ -220,11 +220,11 @@ class Twin:
 
     def run(self, program: Program, code: Path, *options: str, longer: bool) -> tuple[str, str]:
         """The id of the run, and its output."""
-        words = ["--workdir", str(code), "--env", "PYTHONPATH=deps:.", "--nodes", str(program.nodes), *options]
-        words += [word for variable in program.env for word in ("--env", variable)]
-        words += ["--metrics", program.metrics] if program.metrics else []
-        words += ["--setup", f"{INSTALL} {program.wheels} && {program.prepare}", *(["--detach"] if longer else [])]
-        done = self.tridock("run", *words, "--", *program.command.split(), *(program.longer.split() if longer else ()))
+        given = ["--workdir", str(code), "--env", "PYTHONPATH=deps:.", "--nodes", str(program.nodes), *options]
+        given += [word for variable in program.env for word in ("--env", variable)]
+        given += ["--metrics", program.metrics] if program.metrics else []
+        given += ["--setup", f"{INSTALL} {program.wheels} && {program.prepare}", *(["--detach"] if longer else [])]
+        done = self.tridock("run", *given, "--", *program.command.split(), *(program.longer.split() if longer else ()))
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
         found = re.search(r"^run (\S+): ", output, re.MULTILINE)

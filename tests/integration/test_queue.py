@@ -26,8 +26,8 @@ def twin(start_twin: Callable[..., Twin]) -> Twin:
 
 
 def node(twin: Twin, *argv: str | Path) -> str:
-    words = ["docker", "exec", "--user", str(UID), twin["node-1"], "tridock-python", "-P", "-m", "tridock.node"]
-    return succeed(*words, *map(str, argv))
+    prefix = ["docker", "exec", "--user", str(UID), twin["node-1"], "tridock-python", "-P", "-m", "tridock.node"]
+    return succeed(*prefix, *map(str, argv))
 
 
 def a_run(twin: Twin, name: str, slots: dict[str, Sequence[int]]) -> str:

@@ -30,7 +30,7 @@ if "--raise" in sys.argv and rank == 1:
 if "--die" in sys.argv or "--raise" in sys.argv or "--sleep" in sys.argv:
     time.sleep(600)
 """
-WORDS = "it's $HOME %h"
+ARGUMENT = "it's $HOME %h"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def code(tmp_path: Path) -> Path:
 
 
 def run(rack: Rack, code: Path, line: str) -> tuple[int, str, str]:
-    """`tridock run` with these words: its exit code, its output, and the run's id."""
+    """`tridock run` with these arguments: its exit code, its output, and the run's id."""
     argv = [str(PROGRAMS / "python"), "-m", "tridock.cli", "run", "--hosts", f"hostfiles/{CLUSTER}"]
     argv += ["--workdir", str(code), *shlex.split(line)]
     done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=280)
@@ -71,10 +71,10 @@ def test_a_killed_rank_restarts_the_run_with_its_resume_command(rack_up: Up, cod
 
 
 def test_deepspeed_hands_every_word_to_the_ranks(rack_up: Up, code: Path) -> None:
-    exit_code, output, _ = run(rack_up.rack, code, f"-- deepspeed main.py {shlex.quote(WORDS)}")
+    exit_code, output, _ = run(rack_up.rack, code, f"-- deepspeed main.py {shlex.quote(ARGUMENT)}")
     assert exit_code == 0, output
-    words = re.findall(r"rank (\d) of 2: \['--local_rank=\d', (.*)\] None", output)
-    assert sorted(words) == [(str(rank), repr(WORDS)) for rank in range(2)]
+    arguments = re.findall(r"rank (\d) of 2: \['--local_rank=\d', (.*)\] None", output)
+    assert sorted(arguments) == [(str(rank), repr(ARGUMENT)) for rank in range(2)]
 
 
 @pytest.mark.full  # tests/unit/launchers/test_programs.py, tests/unit/train/test_torchrun_variables.py
@@ -118,7 +118,7 @@ def test_what_cannot_run_leaves_nothing(rack_up: Up, code: Path) -> None:
     rack = rack_up.rack
     before = rack["host-a"].sh(f"ls {RUNS}")
     argv = [str(PROGRAMS / "python"), "-m", "tridock.cli", "run", "--hosts", f"hostfiles/{CLUSTER}", "--workdir"]
-    for words, message in (
+    for options, message in (
         (
             [str(code), "--", "torchrun", "--nnodes", "3", "main.py"],
             "command: torchrun gets these options from Tridock",
@@ -127,6 +127,6 @@ def test_what_cannot_run_leaves_nothing(rack_up: Up, code: Path) -> None:
         ([str(code / "none"), "--", "true"], "is not a folder with code"),
         ([str(code)], "PROGRAM: or --config must name the program, but not both; write it after --"),
     ):
-        done = execute(*argv, *words, cwd=rack.project, env=rack.environment(), timeout=60)
+        done = execute(*argv, *options, cwd=rack.project, env=rack.environment(), timeout=60)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert rack["host-a"].sh(f"ls {RUNS}") == before

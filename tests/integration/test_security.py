@@ -1,4 +1,4 @@
-"""Who gets into a node, and what hostile words do on their way to one: against the real sshd, pdsh and DeepSpeed."""
+"""Who gets into a node, and what hostile arguments do on the way to it, with the real sshd, pdsh and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_who_does_not_get_in(twin) -> None:  # type: ignore[no-untyped-def]
         assert (done.returncode, done.stdout) == (255, ""), f"{name}: {done.stdout}{done.stderr}"
         assert "(publickey)" in done.stderr or name == "ssh-host-key", done.stderr
         assert "password" not in done.stderr
-        # The launcher would show the same words, and triage knows them.
+        # The launcher would print the same message, which triage knows.
         assert diagnose(Facts(4, launcher=done.stderr)).rule == name.split()[0], done.stderr
     opened = f"ssh -F none -p 2222 {KNOWN} {MINE} tridock@node-2 id -u"
     done = execute("docker", "exec", "--user", "tridock", twin["node-1"], "sh", "-c", opened)
@@ -58,7 +58,7 @@ HOSTILE = (
 SHOW = 'import json, os, sys; print("SEEN" + json.dumps([sys.argv[1:], os.environ["V"]]), flush=True)'
 
 
-def test_hostile_words_go_through_deepspeed_pdsh_and_a_shell_as_they_are(containers: Containers) -> None:
+def test_hostile_arguments_pass_deepspeed_pdsh_and_a_shell_unchanged(containers: Containers) -> None:
     command = deepspeed_command(
         RankProgram("shown", HOSTILE), {"node-1": [0], "node-2": [0]}, "/tmp/r/hostfile", "127.0.0.1", 29511
     )

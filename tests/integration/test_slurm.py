@@ -363,7 +363,7 @@ def test_a_program_of_ones_own_runs_again_with_the_code_of_then(program: SlurmCl
 # ---- what cannot be ----
 
 
-def test_a_bad_request_has_our_words_and_slurms(slurm_cluster: SlurmCluster) -> None:
+def test_a_bad_request_has_our_message_and_slurms(slurm_cluster: SlurmCluster) -> None:
     before = slurm_cluster.succeed("ls runs 2>/dev/null || true")
     todo = "correct the request; sinfo shows what the cluster has"
     done = slurm_cluster.execute("tridock slurm submit tiny.yaml --profile site.yaml --nodes 4")

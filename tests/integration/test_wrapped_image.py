@@ -25,8 +25,8 @@ ENV PATH=/home/app/venv/bin:$PATH
 """
 
 
-def tridock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return execute(sys.executable, "-m", "tridock.cli", *words, cwd=folder, timeout=600)
+def tridock(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return execute(sys.executable, "-m", "tridock.cli", *arguments, cwd=folder, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def test_an_image_of_ones_own_is_wrapped_when_it_is_named(docker: str, tmp_path:
     (tmp_path / "hostfile").write_text("node-1 slots=2\nnode-2 slots=2\n")
     (tmp_path / "hostfile.yaml").write_text(f"name: {own_name()}\ntransport: compose\nenv: {{DS_ACCELERATOR: cpu}}\n")
     (tmp_path / "code").mkdir()
-    words = ("run", "--hosts", "hostfile", "--workdir", "code", "--image", own, "--nodes", "1", "--slots", "1")
+    options = ("run", "--hosts", "hostfile", "--workdir", "code", "--image", own, "--nodes", "1", "--slots", "1")
     program = ("--", "bash", "-c", "echo $RANK of $WORLD_SIZE: $(mine)")
     try:
-        first = tridock(tmp_path, *words, *program)
+        first = tridock(tmp_path, *options, *program)
         assert first.returncode == 0, first.stdout + first.stderr
         assert "0 of 1: first" in first.stdout.splitlines()
         # The operator has another uid than the image's user, but that user's programs and packages.
@@ -81,10 +81,10 @@ def test_an_image_of_ones_own_is_wrapped_when_it_is_named(docker: str, tmp_path:
         assert succeed("docker", "run", *options, "bash", "-c", script) == "4321\nfirst\n/home/app/.local/lib\n"
         # Neither the image nor the node is made again, until the image changes.
         made = succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}")
-        again = tridock(tmp_path, *words, *program)
+        again = tridock(tmp_path, *options, *program)
         assert (again.returncode, again.stderr) == (0, "")
         succeed("docker", "build", "--quiet", "--tag", own, "-", input=OWN.replace("WORD", "second"))
-        changed = tridock(tmp_path, *words, *program)
+        changed = tridock(tmp_path, *options, *program)
         assert "0 of 1: second" in changed.stdout.splitlines(), changed.stdout + changed.stderr
         assert succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}") != made
     finally:

@@ -42,7 +42,7 @@ def test_a_pipeline_over_two_devices_has_a_process_for_each(tmp_path: Path) -> N
     ])  # fmt: skip
 
 
-def test_an_experiment_of_ones_own_and_words_without_an_equals_sign(tmp_path: Path) -> None:
+def test_an_experiment_of_ones_own_and_arguments_without_an_equals_sign(tmp_path: Path) -> None:
     argv = ["--nproc-per-node", "4", "--mode", "fsdp", "--set", "model.preset=gpt-xl", "--workspace", "/w x"]
     assert call(tmp_path, *argv, TRIDOCK_EXPERIMENT="mine.yaml") == (
         0,

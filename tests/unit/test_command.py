@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from tridock.command import MASK, Command
 
-WORDS = st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=20)
+ARGUMENTS = st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=20)
 
 
-@given(st.lists(WORDS, min_size=1, max_size=6))
+@given(st.lists(ARGUMENTS, min_size=1, max_size=6))
 def test_a_shell_reads_back_exactly_the_argv(arguments: list[str]) -> None:
     line = Command.of("printf", "%s\\0", *arguments).render()
     out = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
     assert out.decode().split("\0")[:-1] == arguments
 
 
-@given(WORDS)
+@given(ARGUMENTS)
 def test_the_environment_arrives_through_inside(value: str) -> None:
     command = Command.of("printenv", "V", env={"V": value}).inside(Command.of("env"))
     out = subprocess.run(["bash", "-c", command.render()], capture_output=True, check=True).stdout

@@ -177,11 +177,11 @@ def read_make(arguments: list[str], where: str) -> None:
 
 def read_compose(arguments: list[str], where: str, line: str) -> None:
     assert arguments[0] == "run", f"{where}: {line}"
-    words = arguments[1:]
-    while words[0].startswith("--"):
-        assert words[0] in ("--env", "--rm"), f"{where}: {line}"
-        words = words[2 if words[0] == "--env" else 1 :]
-    service, program, *rest = words
+    arguments = arguments[1:]
+    while arguments[0].startswith("--"):
+        assert arguments[0] in ("--env", "--rm"), f"{where}: {line}"
+        arguments = arguments[2 if arguments[0] == "--env" else 1 :]
+    service, program, *rest = arguments
     assert f"\n  {service}:\n" in (ROOT / "docker-compose.yml").read_text(), f"{where}: {line}"
     if program == "tridock":
         read(rest, where, line)
@@ -198,24 +198,24 @@ def test_every_page_with_a_command_is_read() -> None:
         "docs/torch.md",
         *GUIDES,
     }
-    named = {words[1] for span in spans("docs/commands.md") if (words := span.split())[0] == "tridock"}
+    named = {arguments[1] for span in spans("docs/commands.md") if (arguments := span.split())[0] == "tridock"}
     assert named >= set(COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_in_prose_exist(page: str) -> None:
     for span in spans(page):
-        program, *words = re.sub(r"docker compose", "docker", span).split()
-        if not words or words == ["--list"]:  # of Fabric itself
+        program, *arguments = re.sub(r"docker compose", "docker", span).split()
+        if not arguments or arguments == ["--list"]:  # of Fabric itself
             continue
         if program == "make":
-            read_make([word for word in words[:1] if word != "…"], f"{page}: {span}")
+            read_make([word for word in arguments[:1] if word != "…"], f"{page}: {span}")
         elif program in ("tridock", "fab"):
-            names = [word for word in words if re.fullmatch(r"[a-z][a-z-]+", word)]
+            names = [word for word in arguments if re.fullmatch(r"[a-z][a-z-]+", word)]
             prog = "tridock"
             for name in (*COMMANDS[names[0]], *names[1:]) if program == "fab" else names:
                 prog = f"{prog} {name}" if f"{prog} {name}" in ALL else prog
-            assert prog != "tridock" or words[0].startswith("-"), f"{page}: {span}"
+            assert prog != "tridock" or arguments[0].startswith("-"), f"{page}: {span}"
             flags = re.findall(r"(?<![\w-])--?[a-z][\w-]*", span.split(" -- ")[0])
             known = {option for action in ALL[prog]._actions for option in action.option_strings}
             assert set(flags) <= known, f"{page}: {span}"

@@ -1,4 +1,4 @@
-"""The help of `tridock`: every subcommand and option has one, in the words of its users."""
+"""The help of `tridock`: every subcommand and option has one, in its users' terms."""
 
 from __future__ import annotations
 

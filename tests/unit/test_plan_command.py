@@ -223,7 +223,7 @@ def test_a_picture(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ),
     ],
 )
-def test_wrong_words(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, *arguments) == f"{message}\n"
 
 

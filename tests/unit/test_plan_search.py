@@ -207,7 +207,7 @@ def test_a_search_splits_long_samples_over_ranks(capsys: pytest.CaptureFixture[s
     assert tried(8192) == {f"parallel.context_parallel_size={size}" for size in (2, 4)}
 
 
-def test_the_words_of_a_layout_that_was_found_ask_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_set_options_of_a_found_layout_select_it(capsys: pytest.CaptureFixture[str]) -> None:
     config = JEAN_ZAY / "7.5b.yaml"
     found = document(capsys, str(config), "--nodes", "4", "--gpu", "a100-80gb", "--gpus-per-node", "4", "--search")
     slots = {f"node-{number}": range(4) for number in range(4)}

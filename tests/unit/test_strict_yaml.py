@@ -1,4 +1,4 @@
-"""Findings of pydantic in our words, for models of every shape; the loaders' own tests have the rest."""
+"""pydantic's findings as Tridock's messages, for models of every shape; the loaders' own tests have the rest."""
 
 from __future__ import annotations
 

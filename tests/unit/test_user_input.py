@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.bounded import run_bounded
-from tests.fuzz import CASES, legal, mutated, words
+from tests.fuzz import CASES, legal, mutated, option_value
 from tridock.bench.cells import cells_of, load_bench
 from tridock.errors import exit_code_of
 from tridock.experiment import Experiment, load_command
@@ -87,7 +87,7 @@ def test_a_name_that_no_file_system_takes_is_refused(command: list[str], folder:
     assert "too long" in ended.err
 
 
-def test_the_words_of_a_program_ask_for_no_json(folder: Path) -> None:
+def test_a_programs_own_json_option_is_not_tridocks(folder: Path) -> None:
     ended = run_bounded(["run", "--hosts", "none", "--", "train", "--json"], folder)
     assert (ended.code, ended.out) == (2, "")
 
@@ -126,10 +126,10 @@ def test_any_experiment_is_planned_or_refused(seed: int, folder: Path) -> None:
     written(folder / "e.yaml", mutated(rng, rng.choice(CONFIGS)) if rng.random() < 0.7 else rng.choice(CONFIGS))
     options = ["--nodes", str(rng.choice((1, 1, 2, 4, 7, 64)))]
     for _ in range(rng.randint(0, 2)):
-        options += ["--set", f"{rng.choice(FIELDS)}={words(rng)}"]
+        options += ["--set", f"{rng.choice(FIELDS)}={option_value(rng)}"]
     for option in ("--gpu", "--network-gbit", "--tflops", "--tokens", "--gpus-per-node", "--nodes", "--include"):
         if rng.random() < 0.1:
-            options += [f"{option}={words(rng)}"]
+            options += [f"{option}={option_value(rng)}"]
     options += [flag for flag in ("--json", "--search") if rng.random() < 0.4]
     run_bounded(["plan", "e.yaml", *options], folder).check(0, 2)
 
@@ -149,11 +149,12 @@ def test_any_legal_sizes_are_planned_or_refused(seed: int, folder: Path) -> None
 @pytest.mark.parametrize("seed", range(CASES))
 def test_any_hostfile_and_its_settings_are_read_or_refused(seed: int, folder: Path) -> None:
     rng = random.Random(f"hosts {seed}")
-    lines = [f"{rng.choice(('a', 'b', 'c', 'fe80::1', words(rng)))} slots={rng.choice(('1', '4', words(rng)))}\n"
+    hosts, slots = ("a", "b", "c", "fe80::1"), ("1", "4")
+    lines = [f"{rng.choice((*hosts, option_value(rng)))} slots={rng.choice((*slots, option_value(rng)))}\n"
              for _ in range(rng.randint(1, 4))]  # fmt: skip
     written(folder / "hosts", "".join(lines) if rng.random() < 0.5 else "a slots=4\nb slots=4\n")
     written(folder / "hosts.yaml", mutated(rng, SETTINGS))
-    options = [f"--{name}={words(rng)}" for name in ("include", "exclude") if rng.random() < 0.1]
+    options = [f"--{name}={option_value(rng)}" for name in ("include", "exclude") if rng.random() < 0.1]
     options += ["--json"] if rng.random() < 0.5 else []
     run_bounded(["plan", "e.yaml", "--offline", "--hosts", "hosts", *options], folder).check(0, 2)
 
@@ -164,7 +165,9 @@ def test_any_slurm_profile_is_rendered_or_refused(seed: int, folder: Path) -> No
     profiles = [path.read_text() for path in sorted(Path("configs/slurm").glob("*.yaml"))]
     written(folder / "p.yaml", mutated(rng, rng.choice(profiles)))
     options = [
-        f"--{name}={words(rng)}" for name in ("nodes", "time", "mem", "sweep", "set", "image") if rng.random() < 0.15
+        f"--{name}={option_value(rng)}"
+        for name in ("nodes", "time", "mem", "sweep", "set", "image")
+        if rng.random() < 0.15
     ]
     run_bounded(["slurm", "render", "e.yaml", "--profile", "p.yaml", *options], folder).check(0, 2)
 

@@ -138,5 +138,5 @@ def test_what_is_written_is_read_as_the_same_by_yaml_1_1(value: Any) -> None:
         (list(range(50000)), "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...]"),
     ],
 )
-def test_a_value_is_shown_in_yamls_words_and_cut(value: Any, text: str) -> None:
+def test_a_value_is_shown_as_yaml_and_cut(value: Any, text: str) -> None:
     assert shown(value) == text

@@ -50,8 +50,8 @@ def parser_of(task: str) -> tuple[argparse.ArgumentParser, str]:
 class CommandTask(Task):  # type: ignore[misc]
     """A task that has the options of a subcommand and calls it."""
 
-    words: Sequence[str] = ()
-    """What stands behind ``--``: the program of ``fab run``."""
+    program: Sequence[str] = ()
+    """The command line after ``--``, for ``fab run``."""
 
     def __init__(self, name: str) -> None:
         def body(context: Context, **values: Any) -> None:
@@ -89,8 +89,8 @@ class CommandTask(Task):  # type: ignore[misc]
                 yield from [option] if value else []
             else:
                 yield from (f"{option}={one}" for one in (value if isinstance(value, list) else [value]))
-        if self.words:
-            yield from ("--", *self.words)
+        if self.program:
+            yield from ("--", *self.program)
 
 
 def _spellings(action: argparse.Action) -> Sequence[str]:
@@ -125,7 +125,7 @@ class Program(Fab):  # type: ignore[misc]
             super().parse_tasks()
         if self.core.remainder and any(context.name == "run" for context in self.tasks):
             # Fabric would run it as a shell's command on every host. fabfile.py has imported this module once more.
-            type(self.collection["run"]).words = self.argv[self.argv.index("--") + 1 :]
+            type(self.collection["run"]).program = self.argv[self.argv.index("--") + 1 :]
             self.core.remainder = ""
 
     def parse_cleanup(self) -> None:

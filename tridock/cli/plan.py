@@ -206,8 +206,8 @@ def _print_program(
     print(f"{program.name}: {ranks}; what a program needs of memory and time is not known")
     for number, (node, numbers) in enumerate(run.ranks.items()):
         is_started = number == 0 or run.on_every_node
-        words = shlex.join(run.words(number)) if is_started else f"started by {run.master_addr}"
-        print(f"{node}: slots {_listed(slots[node])}; ranks {_listed(numbers)}; {words}")
+        command = shlex.join(run.argv(number)) if is_started else f"started by {run.master_addr}"
+        print(f"{node}: slots {_listed(slots[node])}; ranks {_listed(numbers)}; {command}")
     return 0
 
 

@@ -11,10 +11,10 @@ from tridock.sink_settings import Notifications, Trackers
 from tridock.strict_yaml import Count, EnvName, EnvValue, PathText, Section
 
 ENGINE: Final = "command"
-Word = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
+Argument = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
 
 
-def _words(value: Any) -> Any:
+def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -23,7 +23,7 @@ def _pattern(value: str) -> str:
     return value
 
 
-Words = Annotated[tuple[Word, ...], Field(min_length=1), BeforeValidator(_words)]
+Argv = Annotated[tuple[Argument, ...], Field(min_length=1), BeforeValidator(_tuple)]
 
 
 class CommandLaunch(Section):
@@ -58,7 +58,7 @@ class CommandExperiment(Section):
 
     name: Name = Field(description="Short name; every run id starts with it.")
     engine: Literal["command"]
-    command: Words = Field(
+    command: Argv = Field(
         description="Command line: torchrun, deepspeed, accelerate launch or mpirun with its script, or any other"
         " program, which is started once per slot."
     )
@@ -67,10 +67,10 @@ class CommandExperiment(Section):
         description="Where any other program is started: once per slot, or once per node, where it starts the ranks"
         " itself, as a shell script with torchrun does.",
     )
-    resume_command: Words | None = Field(
+    resume_command: Argv | None = Field(
         default=None, description="Command line for restarts. Default: the same as command."
     )
-    setup: Word | None = Field(
+    setup: Argument | None = Field(
         default=None, description="Shell command that every node runs in the code folder before the program."
     )
     code: PathText = Field(

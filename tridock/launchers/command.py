@@ -97,9 +97,9 @@ class CommandRun:
         """Whether the program starts on every node, not only on the head."""
         return program_of(self.experiment.command)[0].runs_on_every_node(in_job=self.job is not None)
 
-    def words(self, node_rank: int, *, resume: bool = False) -> tuple[str, ...]:
+    def argv(self, node_rank: int, *, resume: bool = False) -> tuple[str, ...]:
         """The command line of one node; of the head for a program that reaches the other nodes itself."""
-        words = (resume and self.experiment.resume_command) or self.experiment.command
+        argv = (resume and self.experiment.resume_command) or self.experiment.command
         hostfile = posixpath.join(self.path, run_folder.HOSTFILE)
         address = (self.master_addr, self.master_port)
         place = Place(
@@ -107,7 +107,7 @@ class CommandRun:
             in_job=self.job is not None,
             per_node=self.experiment.per == "node",
         )
-        return on_node(words, place)
+        return on_node(argv, place)
 
     def on_nodes(self, script: str) -> tuple[str, ...]:
         """Returns the command that runs a script of the run's folder on every node, whose rank is ``{node_rank}``."""
@@ -150,23 +150,23 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
     if experiment.resume_command is not None:
         files |= _scripts(run, resume=True)
     files[run_folder.SUPERVISION] = _supervision(run).to_json()
-    return RunBundle(run.run_id, run.path, Command(run.words(0)), {name: it.encode() for name, it in files.items()})
+    return RunBundle(run.run_id, run.path, Command(run.argv(0)), {name: it.encode() for name, it in files.items()})
 
 
 def _scripts(run: CommandRun, *, resume: bool) -> dict[str, str]:
-    words = (resume and run.experiment.resume_command) or run.experiment.command
-    program, script = program_of(words)[0], run_folder.RESUME_SCRIPT if resume else run_folder.LAUNCH_SCRIPT
+    argv = (resume and run.experiment.resume_command) or run.experiment.command
+    program, script = program_of(argv)[0], run_folder.RESUME_SCRIPT if resume else run_folder.LAUNCH_SCRIPT
     first = "" if run.experiment.setup is None else f"{shlex.join(run.on_nodes(run_folder.SETUP_SCRIPT))}\n"
     if not program.runs_on_every_node(in_job=run.job is not None):
         deepspeed = f"export DS_ENV_FILE={shlex.quote(f'{run.path}/{run_folder.DEEPSPEED_ENV}')}\n"
-        last = f"{deepspeed}exec {shlex.join(run.words(0, resume=resume))}"
+        last = f"{deepspeed}exec {shlex.join(run.argv(0, resume=resume))}"
         return {script: _script(run, "the head", f"{first}{last}")}
     pattern = run_folder.node_script(script, "{node_rank}")
     scripts = {script: _script(run, "the head", f"{first}exec {shlex.join(run.on_nodes(pattern))}")}
     for node_rank, (node, slots) in enumerate(run.slots.items()):
         devices = ",".join(map(str, slots)) if run.job is None else "allocated"
         on_devices = shlex.join((run.python, "-P", "-m", "tridock.node", "on-devices", devices))
-        own = shlex.join(run.words(node_rank, resume=resume))
+        own = shlex.join(run.argv(node_rank, resume=resume))
         job = "" if run.job is None else f"export {environment.NODE}={node}\nunset {' '.join(_OF_TASKS)}\n\n"
         body = f"{job}exec {on_devices} \\\n  {own}"
         scripts[pattern.format(node_rank=node_rank)] = _script(run, f"node {node_rank}", body)

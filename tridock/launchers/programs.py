@@ -16,7 +16,7 @@ from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.launchers.deepspeed import deepspeed_options, for_pdsh
 
-Words = tuple[str, ...]
+Argv = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Place:
     master_addr: str
     master_port: int
     hostfile: str
-    env: Words = ()
+    env: Argv = ()
     """Names of the variables that every rank needs."""
     python: str = run_folder.PYTHON
     """The Python that runs Tridock's own code on every node."""
@@ -203,27 +203,27 @@ _NAMES: Final = {"torchrun": _TORCHRUN, "deepspeed": _DEEPSPEED, "mpirun": _MPIR
 _BEHIND: Final = ("torchrun", "deepspeed", "mpirun", "accelerate")
 
 
-def program_of(words: Sequence[str]) -> tuple[Program, int]:
-    """Returns the launcher at the beginning of a command line and the number of words in its name."""
-    first = posixpath.basename(words[0])
+def program_of(argv: Sequence[str]) -> tuple[Program, int]:
+    """Returns the launcher at the beginning of a command line and the number of arguments in its name."""
+    first = posixpath.basename(argv[0])
     if _PYTHON.fullmatch(first):
         option = 1
-        while option < len(words) and (_FLAGS.fullmatch(words[option]) or words[option] in _FLAGS_WITH_VALUE):
-            option += 2 if words[option] in _FLAGS_WITH_VALUE else 1
-        match tuple(words[option : option + 2]):
+        while option < len(argv) and (_FLAGS.fullmatch(argv[option]) or argv[option] in _FLAGS_WITH_VALUE):
+            option += 2 if argv[option] in _FLAGS_WITH_VALUE else 1
+        match tuple(argv[option : option + 2]):
             case ("-m", module) if module in _MODULES:
                 return _MODULES[module], option + 2
-    if first == "accelerate" and tuple(words[1:2]) == ("launch",):
+    if first == "accelerate" and tuple(argv[1:2]) == ("launch",):
         return _ACCELERATE, 2
     return (_NAMES[first], 1) if first in _NAMES else (_OTHER, 0)
 
 
-def on_node(words: Sequence[str], place: Place) -> Words:
+def on_node(argv: Sequence[str], place: Place) -> Argv:
     """Returns one node's command line. Raises :class:`RequestError` for options that the cluster determines."""
-    program, named, script = _parts(words)
+    program, named, script = _parts(argv)
     if place.per_node:
-        return ("env", *_of_node(program, place), *words)
-    given = _options(words[named:script])
+        return ("env", *_of_node(program, place), *argv)
+    given = _options(argv[named:script])
     if alone := [word for option, word in given.items() if option in program.alone]:
         what, todo = f"{program.name} starts no ranks with it", "leave it out, or give it behind the script"
         raise RequestError(Problem("command", what, " ".join(alone), todo))
@@ -233,9 +233,9 @@ def on_node(words: Sequence[str], place: Place) -> Words:
             "leave them out: the hostfile and --restarts decide",
         )
         raise RequestError(Problem("command", what, " ".join(refused), todo))
-    if program is _OTHER and (behind := next((word for word in words[:script] if word in _BEHIND), None)):
+    if program is _OTHER and (behind := next((word for word in argv[:script] if word in _BEHIND), None)):
         what, todo = f"starts {behind} once per slot, each alone", f"begin with {behind}, or add --per node"
-        raise RequestError(Problem("command", what, " ".join(words), todo))
+        raise RequestError(Problem("command", what, " ".join(argv), todo))
     sizes = {len(slots) for slots in place.slots.values()}
     if program is _OTHER and len(sizes) > 1:
         got, todo = ", ".join(f"{node}: {len(it)}" for node, it in place.slots.items()), "use torchrun, or --include"
@@ -247,14 +247,14 @@ def on_node(words: Sequence[str], place: Place) -> Words:
         added = tuple(program.options(place, frozenset(given)))
     if program is _OTHER:
         tridock = (place.python, "-P", "-m")
-        return (*tridock, "tridock.node", "start-ranks", *added, *tridock, _RANK_OUTPUT, "--program", *words)
-    first, last = words[script : script + 1], words[script + 1 :]
-    if has_rank_logs(words):
+        return (*tridock, "tridock.node", "start-ranks", *added, *tridock, _RANK_OUTPUT, "--program", *argv)
+    first, last = argv[script : script + 1], argv[script + 1 :]
+    if has_rank_logs(argv):
         last = ("-m", *last) if first[0] in _MODULE else (*first, *last)
         first = (program.module, _RANK_OUTPUT)
     if for_shell:
         last = tuple(map(for_pdsh, last))
-    return (*words[:named], *added, *words[named:script], *first, *last)
+    return (*argv[:named], *added, *argv[named:script], *first, *last)
 
 
 def _of_node(program: Program, place: Place) -> Sequence[str]:
@@ -275,37 +275,37 @@ def _of_node(program: Program, place: Place) -> Sequence[str]:
     return [f"{prefix}{name}={value}" for prefix in ("", "PET_") for name, value in variables.items()]
 
 
-def has_rank_logs(words: Sequence[str], *, per_node: bool = False) -> bool:
+def has_rank_logs(argv: Sequence[str], *, per_node: bool = False) -> bool:
     """Whether Tridock can copy each rank's output to its log, for which it must know where the script begins."""
-    program, named, script = _parts(words)
+    program, named, script = _parts(argv)
     if per_node or program is _OTHER:
         return not per_node
-    is_known = script < len(words) and words[script] != "--"
-    return bool(program.module) and is_known and not program.own_logs & _options(words[named:script]).keys()
+    is_known = script < len(argv) and argv[script] != "--"
+    return bool(program.module) and is_known and not program.own_logs & _options(argv[named:script]).keys()
 
 
-def _parts(words: Sequence[str]) -> tuple[Program, int, int]:
+def _parts(argv: Sequence[str]) -> tuple[Program, int, int]:
     """Returns the launcher and the range of its own options, which end at the script or at ``-m``."""
-    program, named = program_of(words)
+    program, named = program_of(argv)
     if program is _MPIRUN:
-        return program, named, _end_of_mpirun(words, named)
-    ends = (n for n in range(named, len(words)) if words[n].endswith(".py") or words[n] in (*_MODULE, "--"))
-    return program, named, next(ends, len(words))
+        return program, named, _end_of_mpirun(argv, named)
+    ends = (n for n in range(named, len(argv)) if argv[n].endswith(".py") or argv[n] in (*_MODULE, "--"))
+    return program, named, next(ends, len(argv))
 
 
-def _end_of_mpirun(words: Sequence[str], place: int) -> int:
+def _end_of_mpirun(argv: Sequence[str], place: int) -> int:
     """Returns the end of mpirun's options: its program may be any, with options of the same names."""
-    while place < len(words) and words[place].startswith("-") and words[place] != "--":
-        option = words[place].lstrip("-")
+    while place < len(argv) and argv[place].startswith("-") and argv[place] != "--":
+        option = argv[place].lstrip("-")
         values = 0 if option in _MPIRUN_FLAGS else 2 if option in _MPIRUN_PAIRS else 1
         place += 1
-        while values and place < len(words) and not words[place].startswith("-"):
+        while values and place < len(argv) and not argv[place].startswith("-"):
             place, values = place + 1, values - 1
     return place
 
 
-def _options(words: Sequence[str]) -> dict[str, str]:
-    return {_option(word): word for word in words if word.startswith("-")}
+def _options(argv: Sequence[str]) -> dict[str, str]:
+    return {_option(word): word for word in argv if word.startswith("-")}
 
 
 def _option(word: str) -> str:

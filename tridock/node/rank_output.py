@@ -21,13 +21,13 @@ _COPY = 'trap "" INT TERM HUP; tee -a "$0" <&3 3<&- &'
 
 def main() -> None:
     """Copies all further output, and replaces this process with the program."""
-    words = sys.argv[1:]
-    local_rank = [words.pop(0)] if words and words[0].startswith(("--local_rank=", "--local-rank=")) else []
-    if words[:1] == [PROGRAM]:
-        command = words[1:]
+    argv = sys.argv[1:]
+    local_rank = [argv.pop(0)] if argv and argv[0].startswith(("--local_rank=", "--local-rank=")) else []
+    if argv[:1] == [PROGRAM]:
+        command = argv[1:]
     else:  # DeepSpeed adds its arguments after the script, or after -m and the module
-        script = 2 if words[:1] == ["-m"] else 1
-        command = [sys.executable, "-u", *words[:script], *local_rank, *words[script:]]
+        script = 2 if argv[:1] == ["-m"] else 1
+        command = [sys.executable, "-u", *argv[:script], *local_rank, *argv[script:]]
     folder, rank = os.environ.get(environment.RUN_FOLDER), environment.rank_of(os.environ)
     if folder is not None and rank is not None:
         copy_output(Path(folder) / run_folder.rank_log(rank))

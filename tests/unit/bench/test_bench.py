@@ -44,7 +44,7 @@ def test_every_product_is_a_cell() -> None:
     assert cells[2].fields == {"model.num_layers": 2, "parallel.strategy": "ddp"}
 
 
-def test_words() -> None:
+def test_overrides() -> None:
     fields = {"a.b": None, "c": True, "d": 1.5, "e": "x"}
     assert overrides_of(fields) == ["a.b=null", "c=true", "d=1.5", "e=x"]
 

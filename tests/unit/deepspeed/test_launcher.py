@@ -57,7 +57,7 @@ HOSTILE = (
 
 
 @given(st.lists(ANYTHING | st.sampled_from(HOSTILE), min_size=1, max_size=6))
-def test_words_of_the_ranks_arrive_on_the_other_nodes_as_they_are(arguments: list[str]) -> None:
+def test_arguments_of_the_ranks_arrive_on_the_other_nodes_unchanged(arguments: list[str]) -> None:
     class Parsed(runner.PDSHRunner):  # type: ignore[misc, name-defined]
         def __init__(self, given: list[str]) -> None:
             self.args = argparse.Namespace(user_args=given)

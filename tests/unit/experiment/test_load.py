@@ -138,7 +138,7 @@ def test_every_shipped_experiment_loads(path: Path) -> None:
     ("text", "seconds"),
     [("90", 90), ("90s", 90), ("30m", 1800), ("12h", 43200), ("7d", 604800), ("null", None)],
 )
-def test_a_window_in_words(text: str, seconds: int | None) -> None:
+def test_a_window_as_text(text: str, seconds: int | None) -> None:
     assert parse_experiment(GOOD, "e.yaml", [f"restart.window={text}"]).restart.window == seconds
 
 

@@ -30,7 +30,7 @@ def test_one_node_needs_no_ssh() -> None:
     assert "pdsh" not in argv
 
 
-def test_usual_words_stay_readable() -> None:
+def test_usual_arguments_stay_readable() -> None:
     program = RankProgram("m", ("--data-path", "/w/data/x_text", "--split", "80,10,10", "--lr", "1e-05"))
     many = deepspeed_command(program, {"a": [0], "b": [0]}, "/r/hostfile", "a", 1)
     assert many.argv[-6:] == program.arguments

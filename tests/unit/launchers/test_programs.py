@@ -16,13 +16,15 @@ LOG = "tridock.node.rank_output"
 RENDEZVOUS = "--master-addr 10.0.0.1 --master-port 29500"
 
 
-def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SLOTS, *, per_node: bool = False) -> str:
+def line(
+    command: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SLOTS, *, per_node: bool = False
+) -> str:
     place = Place(slots, node_rank, "10.0.0.1", 29500, "/r/hostfile", ("A", "B"), per_node=per_node)
-    return shlex.join(on_node(tuple(shlex.split(words)), place))
+    return shlex.join(on_node(tuple(shlex.split(command)), place))
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("command", "expected"),
     [
         (
             "torchrun train.py --lr 1e-3",
@@ -64,8 +66,8 @@ def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SL
         ),
     ],
 )
-def test_the_cluster_is_added_behind_the_programs_name(words: str, expected: str) -> None:
-    assert line(words) == expected
+def test_the_cluster_is_added_behind_the_programs_name(command: str, expected: str) -> None:
+    assert line(command) == expected
 
 
 def test_what_deepspeed_hands_to_a_shell_is_quoted_for_it() -> None:
@@ -79,7 +81,7 @@ def test_chosen_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "name", "refused"),
+    ("command", "name", "refused"),
     [
         ("torchrun --nnodes=1 --master_port 1 train.py", "torchrun", "--nnodes=1 --master_port"),
         ("torchrun --max-restarts 3 train.py", "torchrun", "--max-restarts"),
@@ -89,9 +91,9 @@ def test_chosen_slots() -> None:
         ("mpirun --mca btl tcp,self --oversubscribe --bind-to none --unknown -n 4 ./a.out -n 5", "mpirun", "-n"),
     ],
 )
-def test_options_that_the_cluster_decides_are_refused(words: str, name: str, refused: str) -> None:
+def test_options_that_the_cluster_decides_are_refused(command: str, name: str, refused: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        line(words)
+        line(command)
     assert str(refusal.value) == (
         f"command: {name} gets these options from Tridock; got {refused}; leave them out: the hostfile and --restarts"
         " decide"
@@ -118,9 +120,9 @@ def test_what_kind_of_ranks_accelerate_starts_is_the_users_to_say() -> None:
 
 def test_output_is_copied_by_rank_unless_the_user_sees_to_it() -> None:
     assert has_rank_logs(["./a.out"])
-    for words in ("torchrun --tee 3 train.py", "torchrun --no-python ./run", "torchrun -- train.py", "mpirun ./a.out"):
-        assert not has_rank_logs(shlex.split(words))
-        assert LOG not in line(words)
+    for it in ("torchrun --tee 3 train.py", "torchrun --no-python ./run", "torchrun -- train.py", "mpirun ./a.out"):
+        assert not has_rank_logs(shlex.split(it))
+        assert LOG not in line(it)
 
 
 def test_one_process_per_slot_needs_nodes_of_the_same_size() -> None:
@@ -147,22 +149,22 @@ def test_a_program_per_node_has_the_variables_of_its_node_and_those_of_torchrun(
     assert not has_rank_logs(["bash", "run.sh"], per_node=True)
 
 
-@pytest.mark.parametrize("words", ["torchrun train.py", "deepspeed train.py", "mpirun ./a.out"])
-def test_a_launcher_is_started_as_it_needs_and_not_per_node(words: str) -> None:
+@pytest.mark.parametrize("command", ["torchrun train.py", "deepspeed train.py", "mpirun ./a.out"])
+def test_a_launcher_is_started_as_it_needs_and_not_per_node(command: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        line(words, per_node=True)
-    name = words.split()[0]
+        line(command, per_node=True)
+    name = command.split()[0]
     todo = f"leave it out: Tridock starts {name} where it belongs"
     assert str(refusal.value) == f"per: node is for programs that start the ranks of their node; got {name}; {todo}"
 
 
 @pytest.mark.parametrize(
-    ("words", "named"), [("uv run torchrun train.py", "torchrun"), ("env A=b accelerate launch x.py", "accelerate")]
+    ("command", "named"), [("uv run torchrun train.py", "torchrun"), ("env A=b accelerate launch x.py", "accelerate")]
 )
-def test_a_launcher_behind_another_program_is_not_started_once_per_slot(words: str, named: str) -> None:
+def test_a_launcher_behind_another_program_is_not_started_once_per_slot(command: str, named: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        line(words)
+        line(command)
     todo = f"begin with {named}, or add --per node"
-    assert str(refusal.value) == f"command: starts {named} once per slot, each alone; got {words}; {todo}"
+    assert str(refusal.value) == f"command: starts {named} once per slot, each alone; got {command}; {todo}"
     assert line("python launch.py torchrun")
-    assert line(words, per_node=True).endswith(words)
+    assert line(command, per_node=True).endswith(command)

@@ -130,7 +130,7 @@ def test_a_restart_loads_the_runs_own_checkpoints() -> None:
     assert Supervision.from_json(files["supervision.json"].decode()).checkpoints is None
 
 
-def test_a_restart_of_megatron_loads_them_in_its_own_words() -> None:
+def test_a_restart_of_megatron_loads_them_with_its_own_options() -> None:
     fields = ["engine=megatron-deepspeed", "data.vocab_file=v", "data.merge_file=m", "precision=fp32"]
     files = bundle("one-node", *fields, "train.load=runs/old/checkpoints", "train.checkpoint_folder=kept").files
     launch, resume = files["launch.sh"].decode(), files["launch-resume.sh"].decode()

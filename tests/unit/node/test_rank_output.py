@@ -15,13 +15,13 @@ MODULE = [sys.executable, "-m", "tridock.node.rank_output"]
 PROGRAM = "import os, sys; print(sys.argv[1:]); print('to stderr', file=sys.stderr); os._exit(3)"
 
 
-def start(folder: Path, *words: str, rank: str = "7") -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, rank: str = "7") -> subprocess.Popen[str]:
     env = {**os.environ, "TRIDOCK_RUN_FOLDER": str(folder), "TRIDOCK_RUN_ID": "output-test", "RANK": rank}
-    return subprocess.Popen([*MODULE, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([*MODULE, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (("train.py", "a b"), ["a b"]),
         (("--local_rank=1", "train.py", "x"), ["--local_rank=1", "x"]),
@@ -29,12 +29,12 @@ def start(folder: Path, *words: str, rank: str = "7") -> subprocess.Popen[str]:
         (("--program", sys.executable, "-u", "train.py", "-m"), ["-m"]),
     ],
 )
-def test_the_program_gets_its_words_and_the_log_its_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: list[str]
+def test_the_program_gets_its_arguments_and_the_log_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: list[str]
 ) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
-    process = start(tmp_path, *words)
+    process = start(tmp_path, *arguments)
     output = process.communicate(timeout=60)[0]
     assert (process.returncode, output) == (3, f"{expected}\nto stderr\n")
     assert (tmp_path / "logs" / "rank-7.log").read_text() == output

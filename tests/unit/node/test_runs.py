@@ -31,7 +31,7 @@ def start(folder: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_run_of_a_newer_tridock_is_refused_in_words(make_run: MakeRun) -> None:
+def test_a_run_of_a_newer_tridock_is_refused_with_a_message(make_run: MakeRun) -> None:
     folder = make_run(FINISHED)
     path = folder / run_folder.SUPERVISION
     path.write_text(json.dumps(json.loads(path.read_text()) | {"of_tomorrow": 1}))
@@ -77,7 +77,7 @@ def test_following_shows_output_as_it_comes(make_run: MakeRun, tmp_path: Path) -
     assert follow.returncode == 0
 
 
-def test_following_never_loses_the_last_words(make_run: MakeRun) -> None:
+def test_following_never_loses_the_last_lines(make_run: MakeRun) -> None:
     """The end of the log and the exit code come together: the log must win."""
     for _ in range(5):
         folder = make_run(f"{FINISHED} head -c 300000 /dev/zero | tr '\\0' x; exec echo; ")

@@ -80,7 +80,7 @@ def test_data_that_are_too_short(config: Path) -> None:
          "give the address of the node of rank 0, as the others reach it"),
     ],
 )  # fmt: skip
-def test_words_that_do_not_fit(config: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_options_that_do_not_fit(config: Path, arguments: tuple[str, ...], message: str) -> None:
     assert train(config, *arguments) == (2, f"{message}\n")
 
 

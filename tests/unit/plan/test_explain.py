@@ -103,7 +103,7 @@ def test_a_nodes_own_field() -> None:
           '{"memlock": -1, "stack": 67108864}']),
     ],
 )  # fmt: skip
-def test_type_and_default_in_words(field: str, type_and_default: list[str]) -> None:
+def test_type_and_default_as_text(field: str, type_and_default: list[str]) -> None:
     assert re.findall(r"^  (?:type|default) +(.+)$", explain(field), re.MULTILINE) == type_and_default
 
 

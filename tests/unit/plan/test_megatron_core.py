@@ -160,7 +160,7 @@ def test_the_strategy_needs_no_word() -> None:
     )
 
 
-def test_the_layout_in_words() -> None:
+def test_the_layout_as_text() -> None:
     assert planned(8, f"{TP}=2", f"{PP}=2").layout == "TP2 PP2 DP2"
     plan = planned(8, f"{PP}=2", f"{VPP}=3", f"{CP}=2", "batch.global_batch_size=8")
     assert plan.layout == "TP1 PP2 VPP3 CP2 DP2"

@@ -52,7 +52,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "megatron_args": st.sampled_from(["[]", "[--x]", "[--fp16]"]),
 }
 WITHOUT = ("data.vocab_file", "data.merge_file", "megatron_args", "parallel")
-"""What need not have a nearest value: a file's name, other words for Megatron, slots that fit no layout."""
+"""What need not have a nearest value: a file's name, other arguments of Megatron, slots that fit no layout."""
 PLACES = {
     "TP": "parallel.tensor_model_parallel_size",
     "PP": "parallel.pipeline_model_parallel_size",

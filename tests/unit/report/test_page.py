@@ -370,7 +370,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(Path(line.split()[1]).is_file() for line in lines)
 
 
-def test_words_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = "give runs/<run-id>, a Megatron log with --log, or a cluster with --hosts"
     several = "-o: is required for several runs, and for logs; name the HTML page: -o report.html\n"
     for arguments, message in (

@@ -165,7 +165,7 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 8, 9, 16, 128])
-def test_each_stage_has_a_colour_that_words_are_readable_on(stages: int) -> None:
+def test_each_stage_has_a_colour_that_text_is_readable_on(stages: int) -> None:
     colours = stage_colours(stages)
     assert len(set(colours)) == len(colours) == stages
     for colour in colours:
@@ -175,7 +175,7 @@ def test_each_stage_has_a_colour_that_words_are_readable_on(stages: int) -> None
         assert [luminance(colour) for colour in colours] == sorted(luminance(colour) for colour in colours)
 
 
-def svg_words(path: Path) -> list[str]:
+def svg_texts(path: Path) -> list[str]:
     return [element.text or "" for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
 
 
@@ -191,13 +191,13 @@ def test_svg_holds_every_word(tmp_path: Path, slots: list[int]) -> None:
         *(["part of one that crosses nodes", "slot 0", "slot 1", "slot 2", "slot 0"] if crossing
           else ["slot 0", "slot 1"] * 2),
     ]  # fmt: skip
-    assert sorted(svg_words(tmp_path / "map.svg")) == sorted(expected)
+    assert sorted(svg_texts(tmp_path / "map.svg")) == sorted(expected)
     assert ("stroke-dasharray" in (tmp_path / "map.svg").read_text()) == crossing
 
 
 def test_svg_holds_every_rank_of_a_large_map(tmp_path: Path) -> None:
     plot(laid_out(4, 16, 1, 4, slots=[4] * 64), tmp_path / "map.svg", "large")
-    ranks = [word for word in svg_words(tmp_path / "map.svg") if re.fullmatch(r"r\d+", word)]
+    ranks = [text for text in svg_texts(tmp_path / "map.svg") if re.fullmatch(r"r\d+", text)]
     assert sorted(ranks) == sorted(f"r{rank}" for rank in range(256))
 
 

@@ -1,4 +1,4 @@
-"""Errors of collectives: what is a consequence, and how NCCL's own words reach triage. The texts are on record."""
+"""Errors of collectives: what is a consequence, and how NCCL's own message reaches triage. The texts are on record."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ terminated with exception: [Rank 3] Watchdog caught collective operation timeout
     ],
     ids=["no interface", "duplicate GPU", "no route", "shared memory", "no last error", "peer gone"],
 )
-def test_nccls_words_reach_triage(text: str, cause: Cause, got: str, rule: str) -> None:
+def test_nccls_message_reaches_triage(text: str, cause: Cause, got: str, rule: str) -> None:
     problem = collective_error(dist.DistBackendError(text))
     assert problem is not None
     assert (problem.cause, problem.got) == (cause, got)
@@ -110,7 +110,7 @@ def test_nccls_words_reach_triage(text: str, cause: Cause, got: str, rule: str) 
     assert "{" not in found.cause + found.remedy
 
 
-def test_what_is_wrong_with_nccl_is_said_in_its_words() -> None:
+def test_a_failure_of_nccl_has_nccls_message() -> None:
     assert str(collective_error(dist.DistBackendError(DUPLICATE))) == (
         "collective: NCCL failed; got Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10 "
         "(ncclInvalidUsage: This usually reflects invalid usage of NCCL library); "

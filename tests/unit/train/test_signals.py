@@ -38,7 +38,7 @@ BLOCKED = """
 mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
 lock(mutex)
 """
-LAST_WORDS = "rank 3: stopped by SIGTERM inside a collective\n"
+LAST_LINE = "rank 3: stopped by SIGTERM inside a collective\n"
 
 
 def signalled(
@@ -82,7 +82,7 @@ except signals.Stopped:
     lock(mutex)
 """
     code, said, seconds = signalled(tmp_path, program, signal.SIGTERM)
-    assert (code, said) == (143, LAST_WORDS)
+    assert (code, said) == (143, LAST_LINE)
     assert seconds < 50
 
 
@@ -146,7 +146,7 @@ with signals.save_on_signal():
     lock(mutex)
 """
     code, said, seconds = signalled(tmp_path, program, signal.SIGTERM)
-    assert (code, said) == (143, LAST_WORDS)
+    assert (code, said) == (143, LAST_LINE)
     assert seconds > 0.4
 
 

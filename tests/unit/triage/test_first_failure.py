@@ -63,7 +63,7 @@ def test_no_failure_on_record(content: str) -> None:
     assert first_failure({"a": content}, NODES) is None
 
 
-def test_a_rank_without_words() -> None:
+def test_a_rank_without_a_reason() -> None:
     found = first_failure({"a": failed(7, 1, "")}, NODES)
     assert str(found) == "rank 7 on an unknown node first: no reason on record"
 
@@ -92,7 +92,7 @@ def test_what_the_supervisor_saw_comes_before_what_ranks_said() -> None:
         ("head_lost", {"node": "b", "reason": "heard nothing from the head"}, "b heard nothing from the head"),
     ],
 )
-def test_everything_that_is_seen_has_its_words(event: str, fields: dict[str, object], said: str) -> None:
+def test_every_observation_has_its_text(event: str, fields: dict[str, object], said: str) -> None:
     assert str(first_failure({"a": seen(event, 1, **fields)}, NODES)) == said
 
 

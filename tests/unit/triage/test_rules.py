@@ -1,4 +1,4 @@
-"""Rules: the order in which they are asked, words as upstream has them, the list in docs/triage.md."""
+"""Rules: the order in which they are asked, upstream's texts, the list in docs/triage.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def launched(text: str) -> Facts:
     return Facts(4, launcher=text)
 
 
-# What cannot be done to a machine without GPUs, or takes a minute: the words of upstream's source, and of reports.
+# What cannot be done to a machine without GPUs, or takes a minute: texts from upstream's source, and from reports.
 TORCHRUN = """\
 host-b: Root Cause (first observed failure):
 host-b: [0]:
@@ -80,7 +80,7 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_words_on_record(name: str) -> None:
+def test_recorded_texts(name: str) -> None:
     found = diagnose(RECORDED[name])
     assert found.rule == name
     assert "{" not in found.cause + found.remedy
@@ -141,7 +141,7 @@ def test_nothing_is_known() -> None:
 
 
 def test_a_message_of_ours_says_what_to_do_itself() -> None:
-    """Even where words in it are those of another rule."""
+    """Even if its text matches another rule."""
     reason = "/w/ds_config.json: cannot be read; got No such file or directory; start the run with `tridock launch`"
     problem = {
         "where": "/w/ds_config.json", "what": "cannot be read", "got": "No such file or directory",
@@ -154,7 +154,7 @@ def test_a_message_of_ours_says_what_to_do_itself() -> None:
     )
 
 
-def test_the_ranks_own_words_come_before_its_log_and_that_before_the_launchers() -> None:
+def test_the_ranks_own_reason_comes_before_its_log_and_that_before_the_launchers() -> None:
     cuda, full = "CUDA out of memory", "OSError: [Errno 28] No space left on device"
     facts = failed("RuntimeError('boom')")
     assert diagnose(Facts(4, facts.failure, cuda, full, "")).rule == "cuda-out-of-memory"

@@ -44,7 +44,7 @@ _ON_ALLOCATED_GPUS: Final = (
 )
 
 Line = tuple[str, ...]
-"""The words of one line of the script: options that belong together."""
+"""The arguments on one line of the script: options that belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class ContainerKind:
 
     srun_options: Callable[[Request], Line] = lambda _: ()
     lines: Callable[[Request, Sequence[str]], list[Line]] = lambda _request, _env: []
-    """Returns the words between srun and the container's command; the second argument names environment variables."""
+    """Returns the arguments between srun and the container's command; its second argument names variables to pass."""
     needs_image: bool = True
 
 
 def launch_lines(request: Request, program: Sequence[str], env: Sequence[str]) -> list[Line]:
-    """Returns the lines of the command as words quoted for bash; ``program`` (``module *arguments``) is quoted too.
+    """Returns the lines of the command as arguments quoted for bash; ``program`` (``module *arguments``) is quoted too.
 
     ``env`` names the ranks' variables other than those that Slurm and Tridock set.
     """

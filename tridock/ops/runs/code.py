@@ -78,7 +78,7 @@ def _read(folder: Path) -> Code:
 
 
 def _origin(folder: Path, files: Mapping[str, CodeFile], size: int) -> dict[str, object]:
-    commit, status = (git_output(folder, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain", ".")))
+    commit, status = (git_output(folder, *argv) for argv in (("rev-parse", "HEAD"), ("status", "--porcelain", ".")))
     return {
         "folder": str(folder.resolve()),
         "sha256": hashlib.sha256("".join(f"{it.sha256} {name}\n" for name, it in files.items()).encode()).hexdigest(),

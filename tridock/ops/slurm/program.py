@@ -97,13 +97,13 @@ def _placed(folder: Path, index: str) -> PlacedCode:
     return decode(PlacedCode, _node(("place-code", str(folder)), index.encode()))
 
 
-def _node(words: Sequence[str], stdin: bytes) -> bytes:
+def _node(arguments: Sequence[str], stdin: bytes) -> bytes:
     done = subprocess.run(
-        [*node_argv(), *words], input=stdin, capture_output=True, env=node_environment(1), check=False
+        [*node_argv(), *arguments], input=stdin, capture_output=True, env=node_environment(1), check=False
     )
     if done.returncode:
         stderr = done.stderr.decode(errors="replace").strip()
-        raise ClusterError(Problem(words[1], "cannot receive the code", stderr, "check its disk space"))
+        raise ClusterError(Problem(arguments[1], "cannot receive the code", stderr, "check its disk space"))
     return done.stdout
 
 

@@ -143,7 +143,7 @@ def test_keys_that_are_not_known_can_be_given_again(text: str, tmp_path: Path) -
         ),
     ],
 )
-def test_sshs_own_words_and_the_one_fix(text: str, expected: str, tmp_path: Path) -> None:
+def test_sshs_own_message_and_the_one_fix(text: str, expected: str, tmp_path: Path) -> None:
     assert judge(tmp_path, err=f"{text}\n") == [f"fail  host-2: {expected.format(text=text)}"]
 
 

@@ -130,7 +130,7 @@ def test_slurm_may_refuse_at_last(slurm: Slurm, workspace: Path, answer: Answer)
          "use a folder whose path has only letters, digits and . / @ + = , - _"),
     ],
 )  # fmt: skip
-def test_words_that_do_not_fit(
+def test_options_that_do_not_fit(
     slurm: Slurm, workspace: Path, answer: Answer, arguments: list[str], message: str
 ) -> None:
     (workspace / "a b").mkdir()
@@ -147,7 +147,7 @@ def test_without_slurm(slurm: Slurm, workspace: Path, answer: Answer) -> None:
     )  # fmt: skip
 
 
-def test_the_allocations_words_count(
+def test_the_allocations_options_count(
     slurm: Slurm, workspace: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")

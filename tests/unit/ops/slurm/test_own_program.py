@@ -147,12 +147,12 @@ def test_run_submits_a_job_where_a_profile_says_so(
     program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(program)
-    words = ("--nodes", "2", "--workdir", "mine", "--detach", "--", "torchrun", "train.py")
-    assert main(["run", "--slurm", "site.yaml", *words]) == 0
+    arguments = ("--nodes", "2", "--workdir", "mine", "--detach", "--", "torchrun", "train.py")
+    assert main(["run", "--slurm", "site.yaml", *arguments]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "job 17"
     assert out[1].startswith("run train-")
-    assert main(["run", "--slurm", "site.yaml", "--hosts", "h", "--queue", *words]) == 2
+    assert main(["run", "--slurm", "site.yaml", "--hosts", "h", "--queue", *arguments]) == 2
     got, todo = "--hosts, --queue", "leave it out: Slurm chooses the nodes, and jobs wait for them"
     assert capsys.readouterr().err == f"--slurm: cannot be combined with these options; got {got}; {todo}\n"
 

@@ -66,7 +66,7 @@ def _made(rule: Rule, facts: Facts, match: re.Match[str] | None, where: str) -> 
     groups = {} if match is None else {name: value or "" for name, value in match.groupdict().items()}
     known = {**{name: printable(value) for name, value in groups.items()}, "who": facts.who, "node": _node(facts)}
     line = "" if match is None or not where else f"{printable(_line(match))} ({where})"
-    cause = _filled(rule.cause, known).removesuffix(": ")
+    cause = _filled(rule.cause, known).rstrip(": ")
     notes = [facts.planned] if rule.memory and facts.planned else []
     notes += [facts.stuck] if rule.waits and facts.stuck else []
     notes += [f"the kernel said: {printable(facts.kernel[-1])}"] if rule.memory and facts.kernel else []

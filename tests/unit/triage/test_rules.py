@@ -115,6 +115,10 @@ def test_the_supervisor_knows_the_first_rank_better_than_torchruns_summaries() -
     assert diagnose(RECORDED["torchrun-root-cause"]).cause == "rank 1 ended first, with exit code -9 (SIGKILL)"
     exited = replace(seen(Cause.RANK_EXITED, "left with exit code 1"), launcher=TORCHRUN)
     assert diagnose(exited).rule == "program-failed"
+    raised = replace(
+        RECORDED["torchrun-root-cause"], launcher=TORCHRUN.replace("-9 (pid: 183)  (SIGKILL)", "1 (pid: 183) ")
+    )
+    assert diagnose(raised).cause == "rank 1 ended first, with exit code 1"
     # Where only torchrun saw how it ended, its summary has more to say.
     gone = replace(seen(Cause.RANK_GONE, "was the first to end"), launcher=TORCHRUN)
     assert diagnose(gone).rule == "torchrun-root-cause"

@@ -158,7 +158,8 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     from tridock.data.progress import progress_bar
     from tridock.data.resumable_build import build_folder
     from tridock.data.tokenize.blocks import Recipe
-    from tridock.data.tokenize.encoders import check_ids_fit, limit_free_memory
+    from tridock.data.tokenize.encoders import check_ids_fit
+    from tridock.data.tokenize.memory import limit_free_memory
     from tridock.data.tokenize.tokenizer import TOKENIZER
 
     if problems := list(_preprocess_problems(arguments)):
@@ -361,14 +362,17 @@ def _gc_disabled() -> Iterator[None]:
 def _open_encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder, list[str]]:
     """Returns the encoder that the options name, and notes for the user."""
     from tridock.data.tokenize.encoders import Null, Reference, Vocabulary, fastest
-    from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
+    from tridock.data.tokenize.huggingface import HuggingFaceTokenizer, fastest_of
     from tridock.data.tokenize.sentencepiece import SentencePieceTokenizer
     from tridock.data.tokenize.tiktoken import TikTokenizer
     from tridock.data.tokenize.tokenizer import open_tokenizer
 
     kind, model = arguments.tokenizer_type, arguments.tokenizer_model
     if kind == _HUGGING_FACE:
-        return HuggingFaceTokenizer(model), []
+        if arguments.encoder == "reference":
+            return HuggingFaceTokenizer(model), []
+        encoder, why = fastest_of(model, workers)
+        return encoder, [why] * bool(why)
     if kind in _SENTENCE_PIECE:
         return SentencePieceTokenizer(model), []
     if kind == _TIKTOKEN:

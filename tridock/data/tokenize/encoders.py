@@ -5,12 +5,9 @@ normalizer but NFC. tests/unit/data/test_encoders.py compares its ids with the r
 compares again: some hard texts at its start, and a piece of each chunk.
 """
 
-import ctypes
 import hashlib
 import json
-import os
 import re
-import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tridock.data.dataset.indexed_dataset import token_dtype
+from tridock.data.tokenize.memory import resident, trim
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer, read_vocabulary
 from tridock.errors import Problem, RequestError, RunError
 
@@ -98,6 +96,18 @@ class Encoder(Protocol):
         ...
 
 
+class Comparable(Encoder, Protocol):
+    """An encoder of Hugging Face's library, which the fast one is compared with."""
+
+    def ids_of(self, text: str) -> list[int]:
+        """Returns the ids of a text, without tokens around it."""
+        ...
+
+    def to_json(self) -> str:
+        """Returns the tokenizer as ``tokenizer.json``."""
+        ...
+
+
 class Reference:
     name = "tokenizers"
     always_closed = False
@@ -117,8 +127,14 @@ class Reference:
             return [in_pieces(text, self._encode, self.vocab_size) for text in texts]
         return [np.array(ids, np.uint32) for ids in self.tokenizer.encode_batch(texts)]
 
+    def ids_of(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def to_json(self) -> str:
+        return self.tokenizer.to_json()
+
     def _encode(self, text: str) -> Ids:
-        return np.array(self.tokenizer.encode(text), np.uint32)
+        return np.array(self.ids_of(text), np.uint32)
 
 
 class Fast:
@@ -131,9 +147,9 @@ class Fast:
     name = "gigatoken"
     always_closed = False
 
-    def __init__(self, reference: Reference, description: dict[str, Any] | None = None, workers: int = 1) -> None:
+    def __init__(self, reference: Comparable, description: dict[str, Any] | None = None, workers: int = 1) -> None:
         """``workers`` is the number of processes that have an encoder each."""
-        description = description or reference.tokenizer.describe()
+        description = description or json.loads(reference.to_json())
         plain = _supported(description)
         self.accepts_special = reference.accepts_special
         added = _tokens_of_texts(description, self.accepts_special)
@@ -147,7 +163,7 @@ class Fast:
         import gigatoken
 
         # For a large vocabulary the library's JSON is faster than ours.
-        text = reference.tokenizer.to_json() if plain == description else json.dumps(plain)
+        text = reference.to_json() if plain == description else json.dumps(plain)
         self._load: Callable[[], Any] = partial(gigatoken.Tokenizer.from_json, text)
         self._fast: Any = None
         self._cache_bytes = max(_CACHE_BYTES // workers, _LEAST_CACHE_BYTES)
@@ -167,7 +183,7 @@ class Fast:
         return found
 
     def _limit_cache(self) -> None:
-        if _resident() > self._memory + self._cache_bytes:
+        if resident() > self._memory + self._cache_bytes:
             self._reload()
 
     def _reload(self) -> None:
@@ -175,7 +191,7 @@ class Fast:
         trim()  # otherwise the next one is allocated above this one's memory
         self._fast = self._load()
         trim()  # reading a vocabulary needs more memory than keeping it
-        self._memory = _resident()
+        self._memory = resident()
 
     def _encode(self, text: str) -> Ids:
         if self._tokens and self._token.search(text):
@@ -206,7 +222,7 @@ class Fast:
 
     def _encode_piece(self, piece: str) -> Ids:
         if _UNICODE_17.search(piece):
-            return np.array(self._reference.tokenizer.encode(piece), np.uint32)
+            return np.array(self._reference.ids_of(piece), np.uint32)
         return cast(Ids, self._fast.encode(piece))
 
     def _spot_check(self, texts: Sequence[str], found: list[Ids]) -> None:
@@ -225,19 +241,11 @@ class Fast:
             self._compare(text, found[chosen])
 
     def _compare(self, text: str, ids: Ids) -> None:
-        expected = self._reference.tokenizer.encode(text)
+        expected = self._reference.ids_of(text)
         if ids.tolist() != expected:
             what = "gives other ids than Hugging Face's tokenizers"
             todo = "run again with --encoder reference, and report the text"
             raise RunError(Problem(self.name, what, f"for {text[:60]!a}", todo))
-
-
-def _resident() -> int:
-    file = os.open("/proc/self/statm", os.O_RDONLY)
-    try:
-        return int(os.read(file, 128).split()[1]) * resource.getpagesize()
-    finally:
-        os.close(file)
 
 
 def _may_be_newer(data: bytes) -> bool:
@@ -387,8 +395,13 @@ def fastest(tokenizer: BytePairTokenizer, workers: int = 1) -> tuple[Encoder, st
     """
     description = tokenizer.describe()
     reference = Reference(tokenizer, description)
+    return fast_or_reference(reference, lambda: Fast(reference, description, workers))
+
+
+def fast_or_reference(reference: Encoder, make_fast: Callable[[], Encoder]) -> tuple[Encoder, str]:
+    """Returns like :func:`fastest`."""
     try:
-        return Fast(reference, description, workers), ""
+        return make_fast(), ""
     except ImportError as error:
         why = f"{error.name} is not installed (pip install 'tridock[data]')"
     except RunError:
@@ -404,29 +417,3 @@ def check_ids_fit(encoder: Encoder, where: str) -> None:
     if encoder.largest_id > np.iinfo(dtype).max:
         what = f"has {encoder.vocab_size} tokens, for which Megatron writes {dtype.name}, and an id that does not fit"
         raise RequestError(Problem(where, what, str(encoder.largest_id), "use consecutive ids"))
-
-
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
-_M_ARENA_MAX: Final = -8
-_LARGE: Final = 16 << 20
-"""malloc's mmap threshold in bytes, above a chunk's buffers: mapping each of those makes a run a third slower."""
-
-
-def limit_free_memory() -> None:
-    """Makes glibc's malloc return large free blocks immediately, and limits it to two arenas. Forked processes inherit
-    this.
-
-    Chunks allocate and free often, so fragmentation adds up. Does nothing with another C library.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        mallopt(_M_TRIM_THRESHOLD, _LARGE)
-        mallopt(_M_ARENA_MAX, 2)
-
-
-def trim() -> None:
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from tridock.data.tokenize.encoders import LONG_TEXT, can_be_cut, in_pieces
+from tridock.data.tokenize.encoders import LONG_TEXT, Fast, can_be_cut, fast_or_reference, in_pieces
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
-    from tridock.data.tokenize.encoders import Ids
+    from tridock.data.tokenize.encoders import Encoder, Ids
 
 CONFIG: Final = "tokenizer_config.json"
 
@@ -63,23 +63,55 @@ class HuggingFaceTokenizer:
             return [self._encode_long(text) if len(text) > LONG_TEXT else self._encode([text])[0] for text in texts]
         return self._encode(texts)
 
-    def _encode(self, texts: Sequence[str], around: bool = True) -> list[Ids]:
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=around)
-        return [np.array(each.ids, np.uint32) for each in found]
+    def ids_of(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def to_json(self) -> str:
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """Returns the tokens before and behind every text; they do not depend on it."""
+        whole, inner = self._tokenizer.encode("a").ids, self.ids_of("a")
+        before = next(start for start in range(len(whole)) if whole[start : start + len(inner)] == inner)
+        return whole[:before], whole[before + len(inner) :]
+
+    def _encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(each.ids, np.uint32) for each in self._tokenizer.encode_batch_fast(list(texts))]
 
     def _encode_long(self, text: str) -> Ids:
-        # The tokens added around a text do not depend on it.
-        (whole,), (inner,) = self._encode(["a"]), self._encode(["a"], around=False)
-        before = next(
-            start for start in range(len(whole)) if whole[start : start + len(inner)].tolist() == inner.tolist()
-        )
-        ids = in_pieces(text, lambda piece: self._encode([piece], around=False)[0], self.vocab_size)
-        return np.concatenate([whole[:before], ids, whole[before + len(inner) :]], dtype=ids.dtype, casting="unsafe")
+        ids = in_pieces(text, lambda piece: np.array(self.ids_of(piece), np.uint32), self.vocab_size)
+        return _put_around(ids, *self.around())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; the bytes of an incomplete character become U+FFFD."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+class _Fast(Fast):
+    """The fast encoder, with the tokens that the model puts around every text."""
+
+    def __init__(self, reference: HuggingFaceTokenizer, description: dict[str, Any], workers: int) -> None:
+        super().__init__(reference, description, workers)
+        self._before, self._behind = reference.around()
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        found = super().encode(texts)
+        if not self._before and not self._behind:
+            return found
+        return [_put_around(ids, self._before, self._behind) for ids in found]
+
+
+def fastest_of(path: Path, workers: int = 1) -> tuple[Encoder, str]:
+    """Returns the encoder of a tokenizer like :func:`tridock.data.tokenize.encoders.fastest`."""
+    reference = HuggingFaceTokenizer(path)
+    return fast_or_reference(reference, lambda: _Fast(reference, json.loads(reference.to_json()), workers))
+
+
+def _put_around(ids: Ids, before: Sequence[int], behind: Sequence[int]) -> Ids:
+    return np.concatenate([before, ids, behind], dtype=ids.dtype, casting="unsafe")
 
 
 def _end_of_document(folder: Path) -> str | None:

@@ -14,7 +14,7 @@ compile() {
         --no-emit-index-url --no-emit-find-links "$@" --output-file "$output"
 }
 
-# No torch, whoever asks for it; and DeepSpeed, which is built against torch and so comes after it, alone.
+# No torch, whichever package requires it; and DeepSpeed, which is built against torch and so comes after it, alone.
 trap 'rm -f deepspeed.in excluded.in' EXIT
 echo torch >excluded.in
 without_torch=(--excludes excluded.in)

@@ -61,7 +61,7 @@ flavor_here() {
 # The CUDA build brings 5 GB of libraries along, and DeepSpeed is built against one torch: nothing of it may stay.
 remove_other_flavor() {
     [[ -e $VENV/.full && $(flavor_here) != "$1" ]] || return 0
-    printf "venv: making .venv anew, because it has torch's %s build\n" "$(flavor_here)"
+    printf "venv: rebuilding .venv, because it has torch's %s build\n" "$(flavor_here)"
     rm -rf "$VENV"
 }
 

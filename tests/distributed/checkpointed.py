@@ -1,6 +1,6 @@
 """One rank of an engine whose disk is full in the middle of one of its saves and free again after it, or never answers.
 
-``python -m tests.distributed.checkpointed MODULE full:ITERATION:RANK|held:ITERATION --run-folder …``: MODULE is the
+``python -m tests.distributed.checkpointed MODULE full:ITERATION:RANK|paused:ITERATION --run-folder …``: MODULE is the
 engine's program. While that iteration is saved, that rank can write no file larger than some bytes, or no rank comes to
 the end of writing.
 """
@@ -32,7 +32,7 @@ def main() -> int:
     def limited(self: Checkpoints, prepare: Any, iteration: int, *rest: Any) -> Any:
         if iteration != int(at) or rank not in ([], [os.environ["RANK"]]):
             return start(self, prepare, iteration, *rest)
-        if kind == "held":
+        if kind == "paused":
             start(self, prepare, iteration, *rest)
             return threading.Event().wait
         with full_disk():

@@ -24,7 +24,7 @@ def live_through(begin: Begin, victim: str, writer: int) -> None:
     whole, ranks = begin("whole", None, **{"train.save": False})
     finish(ranks, 0)
 
-    killed, ranks = begin("killed", "held:3", **EVERY)
+    killed, ranks = begin("killed", "paused:3", **EVERY)
     with ranks:
         wait_for(killed, "checkpoint_saved", 2, ranks)
         wait_until(lambda: 4 in iterations(killed), ranks)  # a step beyond the checkpoint that is being written

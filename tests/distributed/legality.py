@@ -1,4 +1,4 @@
-"""Cases in which the plan's word is held against what an engine does."""
+"""Cases that compare the plan's verdict with an engine's own."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def answer_counts() -> None:
 
 def outcome(experiment: Experiment, world_size: int) -> str:
     """``runs``, or the first line of the refusal."""
-    # megatron-core's groups can be given up, and a fork would import its optimizers anew; DeepSpeed's cannot.
+    # megatron-core's groups can be given up, and a fork would import its optimizers again; DeepSpeed's cannot.
     kind = attempt if experiment.engine == "megatron-core" else in_a_fork
     for rank in sorted({0, world_size - 1}):
         said, _ = kind(lambda: step(experiment, rank, world_size))  # noqa: B023  it runs at once

@@ -17,19 +17,19 @@ from tridock.train.megatron_core import model
 
 def main() -> None:
     overlap = sys.argv.pop(1) == "overlap"
-    begin, end, begun = param_and_grad_buffer._coalescing_manager, several.end, 0
+    begin, end, started = param_and_grad_buffer._coalescing_manager, several.end, 0
 
     def config(**given: Any) -> DistributedDataParallelConfig:
         wanted = {name: value and overlap for name, value in given.items() if name.startswith("overlap_")}
         return DistributedDataParallelConfig(**{**given, **wanted, "bucket_size": 2000})
 
     def counted(*given: Any, async_ops: bool) -> Any:
-        nonlocal begun
-        begun += async_ops
+        nonlocal started
+        started += async_ops
         return begin(*given, async_ops=async_ops)
 
     def tell(*given: Any, **named: Any) -> None:
-        print(f"begun: {begun}", flush=True)
+        print(f"started: {started}", flush=True)
         end(*given, **named)
 
     model.DistributedDataParallelConfig = config  # type: ignore[attr-defined,misc,assignment]

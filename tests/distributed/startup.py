@@ -1,6 +1,6 @@
 """Builds the runs whose folders are given, one after another, as one rank of a world that stays.
 
-Prints what this rank held at most until each was ready for its first step, in bytes: ``{run: bytes}``.
+Prints this rank's peak memory until each run was ready for its first step, in bytes: ``{run: bytes}``.
 """
 
 from __future__ import annotations

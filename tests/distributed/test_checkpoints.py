@@ -165,7 +165,7 @@ def test_and_the_paths_of_python_3_13(tmp_path: Path) -> None:
         assert FileSystemReader(tmp_path).read_metadata().planner_data == {tmp_path: "a"}
 
 
-HELD = """
+REFERENCED = """
 import sys, weakref
 from pathlib import Path
 from tridock.errors import Problem, RunError
@@ -183,7 +183,7 @@ def program():
         raise {"preempted": signals.Preempted(3), "agreed": process_group.AgreedError(error)}[sys.argv[2]]
 
 process_group.barrier = lambda: None
-process_group.leave = lambda: print("gone" if kept[0]() is None else "held", flush=True)
+process_group.leave = lambda: print("gone" if kept[0]() is None else "referenced", flush=True)
 run.run_rank(Path(sys.argv[1]), program)
 """
 
@@ -191,7 +191,7 @@ run.run_rank(Path(sys.argv[1]), program)
 @pytest.mark.parametrize("how", ["preempted", "agreed"])
 def test_the_model_goes_before_the_process_group(tmp_path: Path, how: str) -> None:
     """DDP's reducer would take the group down while it keeps Python's lock, for which Gloo's threads may wait."""
-    done = fork_server.run(["-c", HELD, str(tmp_path), how], "torch", rank_environment())
+    done = fork_server.run(["-c", REFERENCED, str(tmp_path), how], "torch", rank_environment())
     assert "gone" in done.stdout.splitlines(), done.stderr
 
 

@@ -100,14 +100,14 @@ def test_large_data_is_told_and_verified(large: Path) -> None:
     assert (found.tokens, found.documents.max, found.sequences.max) == (2**31 + 2**20 + 11, 2**31 + 4, 2**31 - 1)
     assert [sample.tokens for sample in found.samples] == [2**31 + 4, 2**20, 7]
     assert [sample.ids[0] for sample in found.samples] == [11, 0, 14]
-    begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found_wrong = verify(large, 12)
     assert found_wrong.facts == "3 documents, 4 sequences, 2,148,532,235 tokens of uint16"
     assert [str(problem).partition(":")[0] for problem in found_wrong.problems] == [
         f"{large}.bin, document 0, sequence 1, byte 4294967294",
         f"{large}.bin, document 2, sequence 3, byte 4297064456",
     ]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun < 200 << 10  # kB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # kB
 
 
 def test_large_data_is_split_merged_and_read_by_megatron(large: Path) -> None:

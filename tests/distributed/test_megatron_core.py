@@ -286,7 +286,7 @@ def test_layouts_of_a_mixture_of_experts_agree(mixtures: Runs, layout: str) -> N
 
 def test_what_travels_during_the_computation_changes_no_loss(workspace: Path) -> None:
     """Of replicas that sum whole gradients, and of those with the distributed optimizer, a resumed run too."""
-    found, begun = {}, {}
+    found, reductions = {}, {}
     for mode in ("overlap", "wait"):
         folders = [
             make_run(workspace, f"{mode}-{name}", 2, **own, **LENGTH, **{"train.save": True, "train.save_interval": 4})
@@ -300,11 +300,11 @@ def test_what_travels_during_the_computation_changes_no_loss(workspace: Path) ->
         assert finished.codes == [0, 0], "\n".join(finished.err)
         found[mode] = [losses(folder) for folder in folders]
         assert found[mode][1] == found[mode][1] | found[mode][2]
-        begun[mode] = int(finished.out[1].rsplit("begun: ", 1)[1])
+        reductions[mode] = int(finished.out[1].rsplit("started: ", 1)[1])
     # Parts of other buckets: their norms are summed up in another order.
     for ours, theirs in zip(found["overlap"], found["wait"], strict=True):
         assert ours == pytest.approx(theirs, abs=2e-6)
-    assert begun["overlap"] > begun["wait"] == 0
+    assert reductions["overlap"] > reductions["wait"] == 0
 
 
 def test_recomputing_changes_nothing(workspace: Path) -> None:

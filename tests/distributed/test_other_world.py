@@ -34,7 +34,7 @@ WORLDS = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]:
-    """By the number of ranks that went on at iteration 6; 2 have begun, and also come to the end without a break."""
+    """Runs by the number of ranks that continued at iteration 6; the first run starts and finishes with 2."""
     workspace = tmp_path_factory.mktemp("workspace")
     make_data(workspace)
     calm = {name: make_run(workspace, f"calm-{name}", 2, **LENGTH, **fields) for name, fields in STRATEGIES.items()}
@@ -93,12 +93,12 @@ def test_parameter_partitions() -> None:
     sizes = (5, 1, 8, 3)
     whole = [torch.arange(1, size + 1) * 10**place for place, size in enumerate(sizes)]
 
-    def held(rank: int, ranks: int) -> list[torch.Tensor]:
+    def partitions(rank: int, ranks: int) -> list[torch.Tensor]:
         return [gather_slice([one], rank * -(-one.numel() // ranks), -(-one.numel() // ranks)) for one in whole]
 
     for before in range(1, 5):
-        flats = [[torch.cat(held(rank, before))] for rank in range(before)]
+        flats = [[torch.cat(partitions(rank, before))] for rank in range(before)]
         for ranks in range(1, 5):
             for rank in range(ranks):
                 found = parameter_partitions(flats, sizes, rank, ranks)
-                assert all(map(torch.equal, found, held(rank, ranks)))
+                assert all(map(torch.equal, found, partitions(rank, ranks)))

@@ -1,4 +1,4 @@
-"""A rank's log where its pipe is held, or its terminal is slow: each test waits as long as the log does."""
+"""A rank's log if another process keeps its pipe open, or its terminal is slow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_process_left_behind_that_holds_the_pipe_does_not_hold_the_rank(tmp_pa
     assert said == [*LINES.splitlines(), "from it", "last words"]
 
 
-def test_a_slow_terminal_gets_everything_though_the_pipe_is_held(tmp_path: Path) -> None:
+def test_a_slow_terminal_gets_everything_though_the_pipe_stays_open(tmp_path: Path) -> None:
     """The copy has to finish while it waits for the terminal, with most of the text still in the pipe."""
     text = "x" * 79 + "\n"
     lines = 1300  # more than a pipe holds, less than two

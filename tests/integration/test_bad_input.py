@@ -164,7 +164,7 @@ def test_a_changed_host_key(rack: Rack) -> None:
     refused(
         done, 3,
         f"host-b: its host key has changed; got ssh-ed25519 {shown} where known_hosts has ssh-ed25519 {known}; "
-        f"if the host was set up anew, remove the old key (ssh-keygen -R '{address}'); "
+        f"if the host was reinstalled, remove the old key (ssh-keygen -R '{address}'); "
         "if not, somebody may stand in between",
         FINE_A,
     )  # fmt: skip
@@ -222,7 +222,7 @@ def test_a_user_who_may_not_use_docker(rack: Rack) -> None:
 def test_an_image_that_is_missing_here_and_on_one_node(rack: Rack) -> None:
     image = f"{rack.name}:elsewhere"
     rack["host-a"].sh('docker tag "$1" "$2"', rack.image, image)
-    held = rack["host-a"].image_id(image)[:19]
+    image_id = rack["host-a"].image_id(image)[:19]
     try:
         done = rack.fab("up", hosts=rack.write_cluster("elsewhere", image=image))
     finally:
@@ -230,7 +230,7 @@ def test_an_image_that_is_missing_here_and_on_one_node(rack: Rack) -> None:
     refused(
         done, 3,
         f"{image}: is not on this machine, and not the same on every host; "
-        f"got {held} on host-a, none on host-b; run tridock image here",
+        f"got {image_id} on host-a, none on host-b; run tridock image here",
     )  # fmt: skip
 
 

@@ -309,7 +309,7 @@ exec sleep 95
 
 
 def start_slow_fetch(lab: Lab, **options: object) -> subprocess.Popen[str]:
-    """A fetch whose archive has begun to come, and does not end."""
+    """A fetch whose archive starts to arrive, and does not end."""
     make_program(lab.programs / "tar", SLOW_TAR)
     settings = {"cwd": lab.folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     process: subprocess.Popen[str] = subprocess.Popen(lab.argv("fetch", "--checkpoints"), **settings)  # type: ignore[call-overload]

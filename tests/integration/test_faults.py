@@ -162,7 +162,7 @@ def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
 
 @pytest.fixture(scope="module")
 def neighbour(twin: Twin) -> Iterator[Run]:
-    """Another run on the same nodes: held in its middle, so that it takes no processor, and released at the end."""
+    """Another run on the same nodes: paused in its middle, so that it takes no processor, and continued at the end."""
     with twin.launched(**LENGTH, **{"launch.hang_timeout": 0}) as run:
         for node in (HEAD, OTHER):
             twin.signal(node, "STOP", f"{RANK}.*{run.run_id}")
@@ -233,7 +233,7 @@ def test_a_launcher_that_is_killed(twin: Twin) -> None:
 )
 @pytest.mark.usefixtures("beside")
 def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin, launcher: str, command: str, says: str) -> None:
-    """The watch is started anew; the launcher's ranks continue without theirs, and it is their word that counts."""
+    """The node agents are restarted; the launcher's ranks continue without them, and their exit codes count."""
     with twin.launched(**{"train.train_iters": 600, "launch.launcher": launcher}) as run:
         watch = f"tridock.node agent .*{run.run_id} {OTHER}"
         first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")

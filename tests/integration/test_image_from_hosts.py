@@ -157,7 +157,7 @@ def test_a_host_that_dies_in_the_middle_fails_alone(lab: Lab) -> None:
     )
     assert sorted(lab.arrived) == ["host-a", "host-c"]
     assert [lab.loaded(node) for node in HOSTS] == [True, False, True]
-    # Nothing is begun on it any more.
+    # Nothing more is started on it.
     assert next(gets) <= 3 + SLOTS
     # What it alone had went out once more: three pieces at most.
     assert 400_000 <= lab.sent[OPERATOR] <= 400_000 + 3 * PIECE

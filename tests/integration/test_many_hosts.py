@@ -16,7 +16,7 @@ import pytest
 from tests.integration.sshd import ROOT, Sshd, wait_until
 
 CAP = 8
-STEPS = (("begun", 1), ("ended", -1))
+STEPS = (("started", 1), ("ended", -1))
 IMAGE = "sha256:0123456789abcdef"
 # `docker container inspect` answers with the options of `docker run`. The times of a start are recorded.
 DOCKER = r"""#!/bin/bash
@@ -28,7 +28,7 @@ container)
   printf '"Config": {"Labels": {"tridock.recipe": "%s"}}, ' "$(cat "$STATE/recipe")"
   printf '"State": {"Running": true, "ExitCode": 0, "Health": {"Status": "healthy"}}}\n' ;;
 run)
-  date +%s.%N >"$STATE/begun"
+  date +%s.%N >"$STATE/started"
   for word; do case $word in tridock.recipe=*) recipe=${word#*=} ;; esac; done
   sleep 0.5
   printf '%s' "$recipe" >"$STATE/recipe"

@@ -241,7 +241,7 @@ def test_a_command_that_is_not_there(host: Host) -> None:
 def test_a_command_that_hangs_is_ended_there_too(host: Host) -> None:
     number = f"9{os.getpid()}"
     assert message(lambda: host.run(Command.of("sleep", number), timeout=1)) == (
-        f"node-1: `sleep {number}` did not end within 1 s; see what holds it up there, then try again"
+        f"node-1: `sleep {number}` did not end within 1 s; see what delays it there, then try again"
     )
     wait_until(lambda: not running(f"^sleep {number}$"), 60)
     assert host.run(Command.of("echo", "fine"), timeout=20).stdout == b"fine\n"
@@ -253,7 +253,7 @@ def test_output_without_end_is_cut_at_the_time_limit(host: Host) -> None:
     parts: list[bytes] = []
     assert message(lambda: host.read_into(parts.append, command, timeout=1)) == (
         f"node-1: `sh -c 'while :; do sleep 0.1; echo x; done # {number}'` did not end within 1 s; "
-        "see what holds it up there, then try again"
+        "see what delays it there, then try again"
     )
     assert b"".join(parts).startswith(b"x\nx\n")
     wait_until(lambda: not running(f"echo x; done # {number}"), 60)

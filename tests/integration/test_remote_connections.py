@@ -73,7 +73,7 @@ def test_a_changed_host_key(shared: Sshd, tmp_path: Path) -> None:
     config.write_text(f"Host *\n UserKnownHostsFile {known}\n GlobalKnownHostsFile none\n")
     assert message(lambda: shared.host(config_file=str(config), retries=5).run(Command.of("true"))) == (
         f"node-1: its host key has changed; got ssh-ed25519 {fingerprint(shared.host_key)} "
-        f"where known_hosts has ssh-ed25519 {fingerprint(other)}; if the host was set up anew, remove the old key "
+        f"where known_hosts has ssh-ed25519 {fingerprint(other)}; if the host was reinstalled, remove the old key "
         f"(ssh-keygen -R '[127.0.0.1]:{shared.port}'); if not, somebody may stand in between"
     )
 
@@ -192,7 +192,7 @@ def test_a_connection_that_breaks_under_a_download(make_sshd: Callable[..., Sshd
 
 
 def break_once(sshd: Sshd, seen: Callable[[], bool]) -> threading.Thread:
-    """Ends the sessions as soon as the other side has begun to write."""
+    """Ends the sessions as soon as the other side starts to write."""
 
     def watch() -> None:
         wait_until(seen, 60)

@@ -136,4 +136,4 @@ def test_a_host_that_takes_too_long_is_given_up(shared: Sshd) -> None:
     outcomes = on_all(hosts, work, cap=8, timeout=2.0)
     assert time.monotonic() - begin < 25.0
     assert outcomes["quick"].value == 0
-    assert str(outcomes["slow"].error) == "slow: did not finish within 2 s; see what holds it up there, then try again"
+    assert str(outcomes["slow"].error) == "slow: did not finish within 2 s; see what delays it there, then try again"

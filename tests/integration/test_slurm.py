@@ -310,7 +310,7 @@ def test_a_program_of_ones_own_is_stopped_in_time_queued_again_and_goes_on(progr
     saved = int(program.read(job, "code/saved"))
     assert (requeued["reason"], requeued["iteration"]) == ("its time was over", saved)
     again = f"rank 3 of 4 begins after {saved}: ready\n"
-    program.until(lambda: again in program.read(job, "logs/rank-3.log"), "the program goes on", job)
+    program.until(lambda: again in program.read(job, "logs/rank-3.log"), "the program continues", job)
     program.until(lambda: program.lines(job, "metrics.jsonl")[-1]["iteration"] > saved, "it trains on", job)
     program.succeed(f"tridock slurm cancel {job.id}")
     assert program.wait(job) == 143

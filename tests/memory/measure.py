@@ -9,7 +9,7 @@ A rank's record, in bytes of whole storages, each counted once however many view
 - ``parameters``: elements and bytes of this rank's model; a weight that two modules share, once;
 - ``gradients``, ``optimizer``, ``other``: what lives between two iterations, after the first, by name: gradients and
   their buffers; master weights and Adam's moments; what is neither;
-- ``saved_peak``: the most that the graph held at once for the backward pass in the second iteration, without
+- ``saved_peak``: the peak of what the graph kept for the backward pass in the second iteration, without
   parameters and what lives between iterations; ``saved_at_first_backward``: as the step's first backward pass began;
 - ``live_before_step``: what lives between iterations, all together; ``step_peak``: the most that operations had
   allocated above that at any moment of the third iteration, without what lives inside one kernel only.

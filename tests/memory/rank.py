@@ -1,4 +1,4 @@
-"""One rank that trains four steps and tells what it held; the process has imported the engine already."""
+"""One rank that trains four steps and reports the memory that it used; the process has imported the engine already."""
 
 from __future__ import annotations
 

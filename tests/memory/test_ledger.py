@@ -74,7 +74,7 @@ def test_what_lives_between_steps_by_kind() -> None:
 
 
 def test_the_data_are_of_this_grid() -> None:
-    """`make measure-memory` writes them anew where the grid has changed."""
+    """`make measure-memory` writes them again if the grid has changed."""
     from tests.memory.measure import RESULT
 
     data = json.loads(RESULT.read_text())

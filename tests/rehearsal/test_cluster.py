@@ -13,7 +13,7 @@ from tests.unit.node.test_accelerators import FAULTY, HEALTHY, TABLES, report
 
 NO_CUDA = (
     "CUDA has no usable GPU in its container; got libcuda.so.1: cannot open shared object file: No such file or "
-    "directory; see that nvidia-smi works on the host, then start its container anew: tridock down, then tridock up"
+    "directory; see that nvidia-smi works on the host, then recreate its container: tridock down, then tridock up"
 )
 
 

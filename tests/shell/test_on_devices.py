@@ -127,8 +127,8 @@ def test_a_venv_keeps_its_build_of_torch_until_another_is_asked_for(venv_project
     marker = venv_project / ".venv/of-the-user"
     assert run(venv_project, "venv.sh", "full") == (0, installed("cpu", "cpu"), "")
     marker.touch()
-    anew = "venv: making .venv anew, because it has torch's cpu build\n"
-    assert run(venv_project, "venv.sh", "full", "gpu") == (0, anew + installed("gpu", "cuda"), "")
+    rebuilding = "venv: rebuilding .venv, because it has torch's cpu build\n"
+    assert run(venv_project, "venv.sh", "full", "gpu") == (0, rebuilding + installed("gpu", "cuda"), "")
     assert not marker.exists()
     assert run(venv_project, "venv.sh", "full") == (0, installed("gpu", "cuda"), "")
     assert {file.name for file in (venv_project / ".venv").iterdir() if file.name[0] == "."} == {

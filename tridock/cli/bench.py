@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
 
 def _bench(arguments: argparse.Namespace) -> int:
     """Measure throughput, memory and phases of each experiment of a matrix on this machine, and compare them with a
-    plain PyTorch loop where the benchmark asks for it.
+    plain PyTorch loop if the benchmark sets `bare`.
     """
     from tridock.bench.cells import exit_code_of, load_bench
     from tridock.bench.output import record, table

@@ -75,7 +75,7 @@ def add(commands: Commands) -> None:
     text = "spare node that may replace a lost one; repeatable"
     parser.add_argument("--spare", action="append", default=[], metavar="NODE", help=text)
     parser.add_argument("--head", metavar="NODE", help="new head of the run (default: its head)")
-    parser.add_argument("--anew", action="store_true", help="start from the beginning, not from a checkpoint")
+    parser.add_argument("--from-scratch", action="store_true", help="start from the beginning, not from a checkpoint")
     parser.add_argument("--json", action="store_true", help="print the new plan and the run's new files as JSON")
 
 
@@ -255,6 +255,8 @@ def _replan(arguments: argparse.Namespace) -> int:
 
     if not arguments.without and arguments.head is None:
         raise RequestError(Problem("--without", "is missing", "", "name the node that the run has lost"))
-    found = replan(arguments.run, arguments.without, arguments.spare, anew=arguments.anew, head=arguments.head)
+    found = replan(
+        arguments.run, arguments.without, arguments.spare, from_scratch=arguments.from_scratch, head=arguments.head
+    )
     print(found.to_json() if arguments.json else found.summary, end="" if arguments.json else "\n")
     return 0

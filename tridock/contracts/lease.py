@@ -33,7 +33,7 @@ class Lease:
 
     node: str
     """The node whose supervisor holds it."""
-    begun: float
+    prepared_at: float
     """As in :class:`tridock.contracts.supervision.Supervision`; each lease copies it from the previous one."""
     taken_by: str | None = None
 
@@ -55,17 +55,17 @@ class HeldLease:
     """The lease that this process holds."""
 
     def __init__(self, folder: Path, token: int, lease: Lease) -> None:
-        self.token, self.begun = token, lease.begun
+        self.token, self.prepared_at = token, lease.prepared_at
         self._folder, self._node = folder, lease.node
         self._renewed = time.monotonic()
 
     @classmethod
-    def first(cls, folder: Path, node: str, begun: float) -> Self:
+    def first(cls, folder: Path, node: str, prepared_at: float) -> Self:
         """Creates the lease of a run that is being started or restarted."""
         while True:
-            held = cls._next(folder, newest(folder), node, begun)
-            if held is not None:
-                return held
+            lease = cls._next(folder, newest(folder), node, prepared_at)
+            if lease is not None:
+                return lease
 
     @classmethod
     def take(cls, folder: Path, token: int, node: str) -> Self | None:
@@ -73,13 +73,13 @@ class HeldLease:
         return cls._next(folder, token, node, time.time())
 
     @classmethod
-    def _next(cls, folder: Path, token: int, node: str, begun: float) -> Self | None:
+    def _next(cls, folder: Path, token: int, node: str, prepared_at: float) -> Self | None:
         if token:
-            before = read(folder, token) or Lease("", begun)
-            begun = min(begun, before.begun)
+            before = read(folder, token) or Lease("", prepared_at)
+            prepared_at = min(prepared_at, before.prepared_at)
             # The mark comes first, so that the current holder ends before anybody takes the next lease.
             run_folder.write_atomic(_path(folder, token), _encoded(replace(before, taken_by=node)))
-        lease = Lease(node, begun)
+        lease = Lease(node, prepared_at)
         partial = folder / f"{_NAME}{secrets.token_hex(8)}.part"  # pids can be equal on several nodes
         run_folder.write_atomic(partial, _encoded(lease))
         try:

@@ -192,7 +192,7 @@ class PreflightAnswer:
     """Whether the folder of the checkpoint to load exists."""
     has_tokenizer: bool = True
     """Whether one of the folders that the run searches has a tokenizer."""
-    lacking: tuple[str, ...] = ()
+    missing_packages: tuple[str, ...] = ()
     """The Python packages that the run needs and this node's image does not have."""
     rendezvous: PortAnswer | None = None
     """Of the head."""

@@ -79,7 +79,7 @@ class Supervision:
     """The signal for the ranks of your own program when the job's time is up."""
     observed: bool = False
     """Whether the ranks run your own program without heartbeats, and are found among the run's processes."""
-    begun: float | None = None
+    prepared_at: float | None = None
     """When the run was first prepared (a file's time), if earlier than this file: a requeued Slurm job resumes from
     checkpoints that it wrote before."""
 

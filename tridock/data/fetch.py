@@ -120,7 +120,7 @@ def _fetch(one: Wanted, folder: Path, mirrors: Sequence[str], progress: Progress
     if target.exists():
         found = sha256_of(target)
         if expected not in (None, found):
-            what, todo = f"has another content than SHA-256 {expected}", "remove it to fetch it anew"
+            what, todo = f"has another content than SHA-256 {expected}", "remove it to fetch it again"
             raise RequestError(Problem(str(target), what, found, todo))
         _record(folder, one.name, found)
         return f"{target}: already here, SHA-256 {found}"

@@ -40,7 +40,7 @@ class JobStep:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of the site and the job; those of the experiment take precedence."""
     on_head: bool = True
-    begun: float | None = None
+    prepared_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def _supervision(run: CommandRun) -> Supervision:
         reach=launcher.reach,
         scheduler=launcher.scheduler,
         on_head=job is None or job.on_head,
-        begun=None if job is None else job.begun,
+        prepared_at=None if job is None else job.prepared_at,
         save_signal=experiment.launch.save_signal,
         observed=True,
         metrics=experiment.metrics or "",

@@ -52,7 +52,7 @@ class Start:
     """The commands that run on every node if they are scripts of the run's folder: start and restart."""
     script: str = run_folder.LAUNCH_SCRIPT
     on_head: bool = True
-    begun: float | None = None
+    prepared_at: float | None = None
     """As in :class:`Supervision`."""
 
 
@@ -128,7 +128,7 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
         reach=launcher.reach,
         scheduler=launcher.scheduler,
         on_head=start.on_head,
-        begun=start.begun,
+        prepared_at=start.prepared_at,
         trackers=tuple(tracker.contract for tracker in experiment.trackers),
         notify=contracts(experiment.notify),
     )

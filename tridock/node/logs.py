@@ -90,7 +90,7 @@ def show_rank_logs(folder: Path, ranks: Sequence[int], *, follow: bool, prefix: 
     tails = [_Tail(folder, rank, prefix) for rank in ranks]
     missing = [tail for tail in tails if not tail.path.is_file()]
     if missing and not follow:
-        todo = "it may not have begun, or on another node: see tridock status"
+        todo = "it may not have started, or on another node: see tridock status"
         raise RequestError(Problem(f"rank {tail.rank}", "has no log here", str(tail.path), todo) for tail in missing)
     run = _RunHere(folder)
     while True:

@@ -35,7 +35,7 @@ def on_all(
     action, closes the connections in use and is raised in the caller at once.
     """
     results: SimpleQueue[tuple[str, Outcome[T]]] = SimpleQueue()
-    waiting, begun, outcomes = deque(hosts), dict[str, float](), dict[str, Outcome[T]]()
+    waiting, started, outcomes = deque(hosts), dict[str, float](), dict[str, Outcome[T]]()
 
     def attempt(name: str) -> None:
         try:
@@ -46,33 +46,33 @@ def on_all(
 
     try:
         while len(outcomes) < len(hosts):
-            while waiting and len(begun) < max(1, cap):
+            while waiting and len(started) < max(1, cap):
                 name = waiting.popleft()
-                begun[name] = time.monotonic()
+                started[name] = time.monotonic()
                 # Daemon threads: a host that hangs must not block the exit of the interpreter.
                 threading.Thread(target=attempt, args=(name,), daemon=True).start()
             try:
                 name, outcome = results.get(timeout=_TICK_S)
-                if begun.pop(name, None) is not None:
+                if started.pop(name, None) is not None:
                     outcomes[name] = outcome
             except Empty:
                 pass
-            for name in _overdue(begun, timeout):
-                del begun[name]
-                todo = "see what holds it up there, then try again"
+            for name in _overdue(started, timeout):
+                del started[name]
+                todo = "see what delays it there, then try again"
                 problem = Problem(name, f"did not finish within {timeout:g} s", "", todo)
                 outcomes[name] = Outcome(error=ClusterError(problem))
                 hosts[name].close()
     except BaseException:
-        for name in begun:
+        for name in started:
             hosts[name].close()
         raise
     return {name: outcomes[name] for name in hosts}
 
 
-def _overdue(begun: Mapping[str, float], timeout: float | None) -> list[str]:
+def _overdue(started: Mapping[str, float], timeout: float | None) -> list[str]:
     now = time.monotonic()
-    return [name for name, start in begun.items() if timeout is not None and now - start > timeout]
+    return [name for name, start in started.items() if timeout is not None and now - start > timeout]
 
 
 def raise_failures(outcomes: Mapping[str, Outcome[T]]) -> dict[str, T]:

@@ -20,7 +20,7 @@ def shortened(command: Command) -> str:
 
 def timed_out(where: str, command: Command, timeout: float) -> Problem:
     """Returns the problem of a command that exceeded its time limit and was ended."""
-    todo = "see what holds it up there, then try again"
+    todo = "see what delays it there, then try again"
     return Problem(where, f"`{shortened(command)}` did not end within {timeout:g} s", "", todo)
 
 

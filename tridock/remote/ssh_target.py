@@ -226,7 +226,7 @@ def connection_problem(name: str, target: Target, error: BaseException, timeout:
             got = f"{_fingerprint(error.key)} where known_hosts has {_fingerprint(error.expected_key)}"
             host = error.hostname if target.port == 22 else f"[{error.hostname}]:{target.port}"
             remove = f"ssh-keygen -R '{target.host_key_alias or host}'"
-            todo = f"if the host was set up anew, remove the old key ({remove}); if not, somebody may stand in between"
+            todo = f"if the host was reinstalled, remove the old key ({remove}); if not, somebody may stand in between"
             return Problem(name, "its host key has changed", got, todo)
         case paramiko.PasswordRequiredException():
             todo = "load it into an agent: ssh-add"

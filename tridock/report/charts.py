@@ -225,7 +225,7 @@ def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
     known = [*planned.values(), *measured.values(), *(size for size in (limit, peak) if size is not None)]
     unit, scale = ("GiB", 2**30) if max(known) >= 2**30 / 2 else ("MiB", 2**20)
     kinds = [
-        (name, {rank: held / scale for rank, held in found.items()}, colour)
+        (name, {rank: size / scale for rank, size in found.items()}, colour)
         for name, found, colour in (("planned", planned, SERIES[7]), ("measured", measured, series_colour(number)))
         if found
     ]

@@ -211,9 +211,9 @@ function memory(run, number) {
   if (!count) return null;
   const most = Math.max(...run.memory, ...run.planned_memory);
   const rows = Array.from({ length: Math.min(count, 256) }, (_, rank) => {
-    const [held, planned] = [run.memory[rank] ?? null, run.planned_memory[rank] ?? null];
-    const text = [held === null ? null : gib(held), planned === null ? null : `planned ${gib(planned)}`].filter(Boolean).join(", ");
-    return [`rank ${rank}`, (held ?? 0) / most, colour(number), text, planned === null ? undefined : planned / most];
+    const [used, planned] = [run.memory[rank] ?? null, run.planned_memory[rank] ?? null];
+    const text = [used === null ? null : gib(used), planned === null ? null : `planned ${gib(planned)}`].filter(Boolean).join(", ");
+    return [`rank ${rank}`, (used ?? 0) / most, colour(number), text, planned === null ? undefined : planned / most];
   });
   return bars(rows);
 }

@@ -49,16 +49,16 @@ class MlflowTracker:
         else:
             created = client.create_run(experiment, run_name=subject.run_id, tags={TAG: subject.run_id})
             self._run = created.info.run_id
-        held = {series: max(steps) for series in (TRAIN, *EVALUATIONS) if (steps := self._steps(axis_of(series)))}
+        published = {series: max(steps) for series in (TRAIN, *EVALUATIONS) if (steps := self._steps(axis_of(series)))}
         if shown := [file.path for file in client.list_artifacts(self._run, SAMPLES)]:
-            held[SAMPLES] = max(int(Path(path).stem) for path in shown)
+            published[SAMPLES] = max(int(Path(path).stem) for path in shown)
         # An interrupted batch may contain part of an iteration's values: its axis comes last.
         names = client.get_run(self._run).data.metrics
         self._known = {
-            (name, step) for name in names for step in self._steps(name) if step > held.get(series_of(name), -1)
+            (name, step) for name in names for step in self._steps(name) if step > published.get(series_of(name), -1)
         }
         self._describe(subject)
-        return held
+        return published
 
     def _steps(self, name: str) -> list[int]:
         return [metric.step for metric in self._client.get_metric_history(self._run, name)]

@@ -87,11 +87,11 @@ def publish(
 
 def _session(subject: Subject, tracker: Tracker, delivered: Delivered, sleep: Callable[[float], None] | None) -> None:
     position = position_file(subject.folder, tracker.name)
-    held = tracker.open(subject)
+    published = tracker.open(subject)
     before = read_object(position)
-    if held is None:
-        held = before["sent"] if before.get("to") == tracker.destination else {}
-    sent = dict(held)
+    if published is None:
+        published = before["sent"] if before.get("to") == tracker.destination else {}
+    sent = dict(published)
     lines, events = Lines(subject.folder / run_folder.METRICS), Lines(subject.folder / run_folder.EVENTS)
     while True:
         # Checked before the file is read: records written before the end are then read after it.

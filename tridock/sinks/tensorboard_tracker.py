@@ -27,15 +27,15 @@ class TensorboardTracker:
     def open(self, subject: Subject) -> Mapping[str, int] | None:
         own, address = subject.folder / "trackers" / "tensorboard", self._settings.address
         folder = own if address is None or self._settings.offline else Path(address) / subject.run_id
-        held: dict[str, int] = {}
+        published: dict[str, int] = {}
         for path in sorted(folder.glob("events.out.tfevents.*")):
             for raw in RawEventFileLoader(str(path)).Load():
                 event = Event.FromString(raw)
                 for value in event.summary.value:
                     series = series_of(value.tag)
-                    held[series] = max(held.get(series, -1), event.step)
+                    published[series] = max(published.get(series, -1), event.step)
         self._writer = EventFileWriter(str(folder))
-        return held
+        return published
 
     def log(self, points: Sequence[Point]) -> None:
         for point in points:

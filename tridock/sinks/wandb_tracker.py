@@ -48,7 +48,7 @@ class WandbTracker:
         )
         if not offline and not os.environ.get("WANDB_API_KEY") and not has_wandb_login():
             raise ValueError("no API key: export WANDB_API_KEY where you launch, or set offline: true")
-        held = _highest(_rows(subject.folder)) if offline else None
+        published = _highest(_rows(subject.folder)) if offline else None
         self._run = run = wandb.init(
             project=self._settings.project,
             entity=self._settings.entity,
@@ -64,7 +64,7 @@ class WandbTracker:
         run.define_metric("*", step_metric=axis_of(TRAIN))
         for series in (*EVALUATIONS, SAMPLES):
             run.define_metric(f"{series}/*", step_metric=axis_of(series))
-        return held if offline else _highest([dict(run.summary)]) or None
+        return published if offline else _highest([dict(run.summary)]) or None
 
     def log(self, points: Sequence[Point]) -> None:
         assert self._run is not None

@@ -54,8 +54,8 @@ def test_a_line_that_was_cut_off_does_not_take_the_other_writers_line_along(
 def test_a_writer_that_is_suspended_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events.jsonl"
     monkeypatch.setattr(appends, "_LOCK_S", 0.01)
-    with path.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with path.open("w") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
         appends.append(path, b"first\n")
     assert path.read_bytes() == b"first\n"
 

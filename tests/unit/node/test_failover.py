@@ -58,7 +58,7 @@ def test_a_spare_is_reserved_before_it_gets_the_runs_files(tmp_path: Path, nodes
     folder = a_run(tmp_path, **ZERO)
     for node in ("node-4", "node-5"):
         says(nodes, node, {}, {})
-    moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
+    moved = move(folder, supervision_of(folder), ["node-2"], from_scratch=True)
     assert moved.reason == "node-5 takes the place of node-2"
     assert moved.supervision is not None
     assert moved.supervision.ranks["node-5"] == (2, 3)
@@ -71,7 +71,7 @@ def test_a_spare_that_another_run_was_faster_to_reserve_is_done_without(tmp_path
     folder = a_run(tmp_path, **ZERO)
     says(nodes, "node-4", {"busy": ["earlier-run"]}, {})
     says(nodes, "node-5", {}, {"busy": ["other-run"]})
-    moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
+    moved = move(folder, supervision_of(folder), ["node-2"], from_scratch=True)
     assert moved.reason == (
         "without node-2 it continues as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
         "global batch 24 as before, in 3 micro-batches a replica"
@@ -88,7 +88,7 @@ def test_where_nothing_continues_the_runs_files_stay_as_they_were(tmp_path: Path
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     says(nodes, "node-4", {}, {})
     says(nodes, "node-5", {}, {"busy": ["other-run"]})
-    moved = move(folder, supervision_of(folder), ["node-2"], anew=False)
+    moved = move(folder, supervision_of(folder), ["node-2"], from_scratch=False)
     assert moved.supervision is None
     assert moved.reason.endswith("; spare node-5: is busy with other-run")
     assert asked(nodes, "node-5") == ["spare-status", "spare-status --reserve"]

@@ -20,7 +20,7 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
         "read": {},
         "loads": True,
         "has_tokenizer": True,
-        "lacking": [],
+        "missing_packages": [],
         "rendezvous": None,
         "image_manifest": None,
         "contract": None,
@@ -56,4 +56,4 @@ def test_a_tokenizer_may_be_in_one_of_several_folders(tmp_path: Path) -> None:
 
 
 def test_packages_that_it_does_not_have() -> None:
-    assert answer("preflight", "--package=json", "--package=no_such_package")["lacking"] == ["no_such_package"]
+    assert answer("preflight", "--package=json", "--package=no_such_package")["missing_packages"] == ["no_such_package"]

@@ -202,7 +202,7 @@ def test_one_that_cannot_be_killed_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_it_loads_nothing_heavy() -> None:
-    """Every question to a node starts it anew."""
+    """Every request to a node starts it again."""
     heavy = ("pydantic", "yaml", "torch", "fabric", "paramiko", "cryptography", "numpy", "rich")
     script = f"import sys, tridock.node.__main__; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"

@@ -37,7 +37,7 @@ def test_a_spare_with_its_slots_takes_the_place_of_a_lost_node(
     folder = a_run(tmp_path)
     says(nodes, "node-3", {}, {})
     says(nodes, "node-4", {}, {})
-    moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
+    moved = move(folder, supervision_of(folder), ["node-2"], from_scratch=True)
     assert moved.reason == "node-4 takes the place of node-2"
     assert moved.supervision == supervision_of(folder)
     assert dict(moved.supervision.ranks) == {"node-1": (0, 1), "node-4": (2, 3)}
@@ -71,7 +71,7 @@ def test_why_no_spare_can(tmp_path: Path, nodes: Path, changes: dict[str, Any], 
     folder = a_run(tmp_path, **changes)
     for node in ("node-3", "node-4"):
         says(nodes, node, {}, {})
-    moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
+    moved = move(folder, supervision_of(folder), ["node-2"], from_scratch=True)
     assert (moved.supervision, moved.reason) == (None, f"{RUN_ID}: {what}")
 
 
@@ -79,10 +79,10 @@ def test_a_spare_that_has_another_version_of_tridock_by_now_is_passed_over(
     tmp_path: Path,
     nodes: Path,  # noqa: F811
 ) -> None:
-    """`tridock up` replaces a node without a run while the run goes on."""
+    """`tridock up` replaces a node without a run while the run continues."""
     folder = a_run(tmp_path)
     says(nodes, "node-3", {"another": "field"}, {})
     says(nodes, "node-4", {"another": "field"}, {})
-    moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
+    moved = move(folder, supervision_of(folder), ["node-2"], from_scratch=True)
     assert moved.supervision is None
     assert moved.reason.endswith("; spare node-4: its image has another version of Tridock")

@@ -33,7 +33,7 @@ def test_whole_logs(make_run: MakeRun) -> None:
 def test_logs_that_are_not_there(make_run: MakeRun) -> None:
     folder = make_run("exit 0")
     done = show(folder, "1", "2")
-    todo = "it may not have begun, or on another node: see tridock status"
+    todo = "it may not have started, or on another node: see tridock status"
     assert (done.returncode, done.stderr.splitlines()) == (
         2,
         [f"rank {rank}: has no log here; got {folder}/logs/rank-{rank}.log; {todo}" for rank in (1, 2)],
@@ -54,8 +54,8 @@ def test_lines_of_several_ranks_as_they_come_until_the_run_ends(make_run: MakeRu
     assert node("start", str(folder)).returncode == 0
     with subprocess.Popen([sys.executable, "-m", "tridock.node", *arguments], stdout=subprocess.PIPE) as follow:
         assert follow.stdout is not None
-        write(folder, 1, "begun\nhal")
-        assert follow.stdout.readline() == b"rank 1: begun\n"
+        write(folder, 1, "started\nhal")
+        assert follow.stdout.readline() == b"rank 1: started\n"
         write(folder, 0, "here\n")
         assert follow.stdout.readline() == b"rank 0: here\n"
         write(folder, 1, "f\nlast")

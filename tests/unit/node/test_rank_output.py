@@ -47,9 +47,9 @@ def test_a_signal_ends_the_program_itself(tmp_path: Path) -> None:
 
 
 def test_the_copy_is_no_part_of_the_rank(tmp_path: Path) -> None:
-    process = start(tmp_path, "--program", "sh", "-c", "echo begun; exec sleep 60")
+    process = start(tmp_path, "--program", "sh", "-c", "echo started; exec sleep 60")
     assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
+    assert process.stdout.readline() == "started\n"
     ranks = find_ranks("output-test")
     process.kill()
     process.communicate(timeout=60)

@@ -48,19 +48,19 @@ def test_a_run_of_a_newer_tridock_is_refused_with_a_message(make_run: MakeRun) -
 def test_a_run_from_start_to_end(workspace: Path, make_run: MakeRun, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     wait = f"until [ -e {seen} ]; do sleep 0.05; done"
-    folder = make_run(f'echo begun; echo to stderr >&2; cat; echo "$TRIDOCK_RUN_ID"; {wait}; {FINISHED}')
+    folder = make_run(f'echo started; echo to stderr >&2; cat; echo "$TRIDOCK_RUN_ID"; {wait}; {FINISHED}')
     assert state(workspace, folder) == "ready"
     start(folder)
     assert state(workspace, folder) == "running"
     seen.touch()
     followed = node("follow", str(folder))
-    assert followed.stdout == f"begun\nto stderr\n{folder.name}\n"
+    assert followed.stdout == f"started\nto stderr\n{folder.name}\n"
     assert (followed.returncode, followed.stderr) == (0, "")
     assert (folder / run_folder.EXIT_CODE).read_text() == "0\n"
     assert state(workspace, folder) == "done"
     assert not is_supervised(folder)
     # A run that is over can be read again, or from where one left off.
-    assert node("follow", str(folder), "--offset", "6").stdout == f"to stderr\n{folder.name}\n"
+    assert node("follow", str(folder), "--offset", "8").stdout == f"to stderr\n{folder.name}\n"
 
 
 def test_following_shows_output_as_it_comes(make_run: MakeRun, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_run_that_continues_is_not_started_again(make_run: MakeRun) -> None:
     start(folder)
     done = node("start", "--again", str(folder))
     assert (done.returncode, done.stderr) == (
-        2, f"{folder.name}: is going on already; wait for its end, or stop it\n",
+        2, f"{folder.name}: is already running; wait for its end, or stop it\n",
     )  # fmt: skip
     answer("stop", folder.name, "--workspace", str(folder.parents[1]))
 

@@ -68,7 +68,7 @@ def test_where_all_is_right_nothing_is_done(session: Session) -> None:
         {"recipe": None},
         {"health": "starting"},
         {"health": None},
-        {"keys": "of before a rotation"},
+        {"keys": "from before a rotation"},
         {"keys": None},
     ],
     ids=str,

@@ -19,8 +19,8 @@ from tridock.ops.runs.preflight import (
     Preflight,
     _differences,
     check_nodes,
-    lacking_packages,
     mismatches,
+    package_problems,
     preflight_argv,
 )
 from tridock.remote import Completed
@@ -108,8 +108,8 @@ def test_layers_of_a_package_that_a_nodes_image_lacks() -> None:
     assert asked not in preflight_argv(Experiment.model_validate(fields), head=False)
     experiment = with_fields(fields, {"model.transformer_impl": "transformer_engine"})
     assert asked in preflight_argv(experiment, head=False)
-    answers = {name: PreflightAnswer({}, lacking=("transformer_engine",)) for name in ("a", "b")}
-    (problem,) = lacking_packages(Path("t.yaml"), experiment, {**answers, "c": PreflightAnswer({})})
+    answers = {name: PreflightAnswer({}, missing_packages=("transformer_engine",)) for name in ("a", "b")}
+    (problem,) = package_problems(Path("t.yaml"), experiment, {**answers, "c": PreflightAnswer({})})
     assert str(problem) == (
         "t.yaml: model.transformer_impl: needs the Python package transformer_engine; got not on a, b; "
         "leave the field out, or build the image on a base that has it"

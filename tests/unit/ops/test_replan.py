@@ -109,7 +109,7 @@ def test_a_head_that_has_only_lost_its_supervision_stays_a_node(tmp_path: Path) 
 
 def test_without_a_spare_replicas_do_with_fewer(tmp_path: Path) -> None:
     folder = a_run(tmp_path, **ZERO)
-    found = replan(folder, ["node-2"], ["node-4"], anew=True)
+    found = replan(folder, ["node-2"], ["node-4"], from_scratch=True)
     assert found.summary == (
         "without node-2 it continues as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
         "global batch 24 as before, in 3 micro-batches a replica"
@@ -153,12 +153,12 @@ def test_megatron_v115_says_what_would_run(tmp_path: Path) -> None:
         "node-3; bring node-2 back; from its beginning it would run as TP1 PP2 DP2 on node-1, node-3"
     )
     assert replan(folder, ["node-2"], ["node-5"]).summary == "node-5 takes the place of node-2"
-    assert "TP1 PP2 DP2" in replan(folder, ["node-2"], anew=True).summary
+    assert "TP1 PP2 DP2" in replan(folder, ["node-2"], from_scratch=True).summary
 
 
 def test_a_run_that_has_nothing_left_to_run_as(tmp_path: Path) -> None:
     folder = a_run(tmp_path, {"node-1": [0], "node-2": [0, 1, 2]}, **V115, **PIPELINE)
-    assert refused(folder, ["node-2"], anew=True) == (
+    assert refused(folder, ["node-2"], from_scratch=True) == (
         f"{RUN_ID}: has no layout with a global batch of 24 on the nodes that are left; got 1 slot on node-1; bring "
         f"node-2 back, and continue with train.load={folder}/checkpoints"
     )

@@ -145,9 +145,9 @@ def test_track_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
-@pytest.mark.parametrize(("restarts", "told"), [(1, ["b"]), (0, [])])
+@pytest.mark.parametrize(("restarts", "receivers"), [(1, ["b"]), (0, [])])
 def test_the_node_that_may_take_the_run_over_gets_the_secrets(
-    restarts: int, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    restarts: int, receivers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lab").write_text("a slots=1\nb slots=1\n")
     session, asked = Session.open(tmp_path / "lab"), []
@@ -161,4 +161,4 @@ def test_the_node_that_may_take_the_run_over_gets_the_secrets(
     bundle = SimpleNamespace(path="/workspace/runs/t", files={"supervision.json": supervision.to_json().encode()})
     start(session, bundle, Sinks(secrets={"A": "hunter2"}))  # type: ignore[arg-type]
     secrets = b'{"A": "hunter2"}'
-    assert asked == [("a", "start", secrets), *((node, "keep-secrets", secrets) for node in told)]
+    assert asked == [("a", "start", secrets), *((node, "keep-secrets", secrets) for node in receivers)]

@@ -23,7 +23,7 @@ from tridock.remote import LocalHost
 ROOT = Path(__file__).parents[3]
 
 
-def test_what_is_lacking_is_sent_and_nothing_twice(lab: Lab, pair: dict[str, bytes]) -> None:
+def test_what_is_missing_is_sent_and_nothing_twice(lab: Lab, pair: dict[str, bytes]) -> None:
     size = sum(map(len, pair.values()))
     assert counts(brought(lab, "data/x")) == [(3, 0, size)] * 2
     assert lab.below("node-1") == lab.below("node-2") == pair
@@ -99,7 +99,7 @@ def test_a_hash_of_this_machine_is_kept_only_of_what_has_settled(
 def test_a_hash_of_a_host_is_kept_only_of_what_has_settled(lab: Lab, pair: dict[str, bytes]) -> None:
     brought(lab, "data/x.idx")
     cache = Path(f"{lab.workspace('node-1')}.hashes")
-    (lab.workspace("node-1") / "data/x.idx").write_bytes(b"index")  # anew: its times are of this moment
+    (lab.workspace("node-1") / "data/x.idx").write_bytes(b"index")  # new times, equal content
     before = cache.read_text()
     assert counts(brought(lab, "data/x.idx"))[0] == (0, 1, 0)
     assert cache.read_text() == before

@@ -21,7 +21,7 @@ BASE: dict[str, Any] = {
 
 
 def simulated(interval: float, pause: float, lost: float, mtbf: float) -> float:
-    """The same share, of intervals that are begun again until one has no failure."""
+    """The same share, of intervals that restart until one has no failure."""
     chance, count = random.Random(1), 4000
     now = 0.0
     fails = chance.expovariate(1 / mtbf)

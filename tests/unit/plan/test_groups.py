@@ -134,7 +134,7 @@ def test_what_is_advised_crosses_nothing_and_nothing_greater_would_do(
 
 def test_a_thousand_ranks_take_no_time() -> None:
     plan = laid_out(8, 16, 1, 8, slots=[8] * 128)
-    begun = time.process_time()
+    started = time.process_time()
     assert max(make_groups(plan).spans("data")) == 8
     assert warnings(plan) == []
-    assert time.process_time() - begun < 0.2
+    assert time.process_time() - started < 0.2

@@ -69,17 +69,17 @@ def test_a_verdict_is_that_of_the_upper_end_unless_the_gpu_holds_not_even_the_lo
     assert small.least_bytes > GPUS["v100-32gb"].memory_bytes
 
 
-def held(stage: StageMemory) -> int:
+def activation_bytes(stage: StageMemory) -> int:
     return next((term.bytes for term in stage.terms if term.name == "activations"), 0)
 
 
 def test_stored_activations_are_partitioned_or_leave_the_gpu() -> None:
     """52B under ZeRO 3 ran on V100 with 32 GB with the latter (bigscience, experiments/gpt2.md)."""
-    whole = held(worst("v100-32gb"))
+    whole = activation_bytes(worst("v100-32gb"))
     assert whole == 64 * 24 * 1024 * 8192 * 2
-    assert held(worst("v100-32gb", model__partition_activations=True)) == whole / 4
+    assert activation_bytes(worst("v100-32gb", model__partition_activations=True)) == whole / 4
     both = worst("v100-32gb", model__partition_activations=True, model__checkpoint_in_cpu=True)
-    assert held(both) == 0
+    assert activation_bytes(both) == 0
     assert both.fit == "tight"
 
 

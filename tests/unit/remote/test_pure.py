@@ -363,7 +363,7 @@ def test_a_host_given_up_is_closed_and_its_place_goes_to_the_next() -> None:
     outcomes = on_all(hosts, work, cap=1, timeout=0.4)
     release.set()
     assert (
-        str(outcomes["stuck"].error) == "stuck: did not finish within 0.4 s; see what holds it up there, then try again"
+        str(outcomes["stuck"].error) == "stuck: did not finish within 0.4 s; see what delays it there, then try again"
     )
     assert outcomes["next"] == Outcome("next")
     assert (hosts["stuck"].closed, hosts["next"].closed) == (True, False)

@@ -25,7 +25,7 @@ def python() -> str:
 
 
 def make_run(folder: Path, *trackers: Tracker, losses: int = 30, notify: tuple[Notification, ...] = ()) -> Path:
-    """A run that is going on for those who ask its folder, until :func:`end`."""
+    """A run whose folder says that it is running, until :func:`end`."""
     run = a_run(folder / RUN_ID, [5.0 - number / 10 for number in range(losses)], events=())
     (run / "logs").mkdir()
     supervision = Supervision("localhost", {"localhost": (0,)}, (), 20000, 30.0, trackers=trackers, notify=notify)

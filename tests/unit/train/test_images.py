@@ -35,8 +35,8 @@ def test_every_image_comes_once_an_epoch_with_its_label(tmp_path: Path) -> None:
     splits = loaded(saved(tmp_path))
     assert {name: split.per_epoch for name, split in splits.items()} == {"train": 24, "valid": 6, "test": 0}
     epochs = [[int(splits["train"][place][0][0, 0, 0]) for place in range(first, first + 24)] for first in (0, 24)]
-    held = {int(splits["valid"][place][0][0, 0, 0]) for place in range(6)}
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(set(range(30)) - held)
+    validation = {int(splits["valid"][place][0][0, 0, 0]) for place in range(6)}
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(set(range(30)) - validation)
     assert epochs[0] != epochs[1]
     assert all(int(label) == int(image[0, 0, 0]) % 5 for image, label in map(splits["train"].__getitem__, range(24)))
     assert splits["train"].description == "24 training images of 2 x 3"

@@ -39,7 +39,7 @@ def test_other_data_or_another_split(prefix: Path, change: str) -> None:
     remove_stale(prefix, "9,1,0")
     make(prefix)
     if change == "data":
-        prefix.with_name("x.idx").write_text("made anew")
+        prefix.with_name("x.idx").write_text("rebuilt")
     assert remove_stale(prefix, "9,1,0" if change == "data" else "8,2,0") == 1
     assert maps(prefix) == ["y_train_indexmap_8ns_4sl_1s_doc_idx.npy"]
     assert remove_stale(prefix, "9,1,0" if change == "data" else "8,2,0") == 0

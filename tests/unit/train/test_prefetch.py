@@ -74,10 +74,10 @@ def test_an_error_comes_with_its_batch() -> None:
 
 def test_ctrl_c_does_not_wait_for_what_is_read() -> None:
     """The main thread waits where a signal reaches it."""
-    held = threading.Event()
+    released = threading.Event()
 
     def read(samples: Samples, first: int) -> Iterator[NDArray[Any]]:
-        held.wait(PATIENCE)
+        released.wait(PATIENCE)
         yield np.zeros((1, 1))
 
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
@@ -86,5 +86,5 @@ def test_ctrl_c_does_not_wait_for_what_is_read() -> None:
         with pytest.raises(KeyboardInterrupt):
             Prefetcher(read, CPU).get(TRAIN, 0, None)
     finally:
-        held.set()
+        released.set()
         timer.join()

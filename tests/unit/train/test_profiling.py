@@ -31,8 +31,8 @@ def test_what_spans_cover(spans: list[tuple[float, float]], long: float) -> None
 
 def test_shares_of_steps() -> None:
     """Between 50 and 60 nothing is computed, from 90 on again; what lies between the steps is not theirs."""
-    sent, reckoned = [(40.0, 70.0), (90.0, 210.0)], [(0.0, 50.0), (60.0, 90.0), (200.0, 300.0)]
-    assert shares(sent, reckoned, [(0.0, 100.0), (200.0, 300.0)]) == Shares(in_flight=0.25, exposed=0.1)
+    sent, computed = [(40.0, 70.0), (90.0, 210.0)], [(0.0, 50.0), (60.0, 90.0), (200.0, 300.0)]
+    assert shares(sent, computed, [(0.0, 100.0), (200.0, 300.0)]) == Shares(in_flight=0.25, exposed=0.1)
 
 
 def test_on_a_cpu_it_is_gloos_against_the_ranks_own_thread() -> None:

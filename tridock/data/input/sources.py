@@ -256,7 +256,7 @@ def _unreadable(source: Source, error: OSError) -> RequestError:
 
 
 def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, size: int) -> Iterator[Chunk]:
-    line, offset, content, rest, held = 1, 0, Digest(), [b""], 0
+    line, offset, content, rest, pending = 1, 0, Digest(), [b""], 0
 
     def chunk(data: bytes, broken: Problem | None = None) -> Chunk:
         nonlocal line, offset
@@ -269,13 +269,13 @@ def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, s
     try:
         for block in blocks.read(size):
             rest.append(block)
-            held += len(block)
+            pending += len(block)
             cut = block.rfind(b"\n") + 1
-            if cut and held >= size:
+            if cut and pending >= size:
                 rest[-1] = block[:cut]
                 yield chunk(b"".join(rest))
-                rest, held = [block[cut:]], len(block) - cut
-            elif held > size + _LONGEST_LINE:
+                rest, pending = [block[cut:]], len(block) - cut
+            elif pending > size + _LONGEST_LINE:
                 raise _too_long(source, line + sum(map(_newlines, rest)))
     except damage() as error:
         data = b"".join(rest)
@@ -362,8 +362,8 @@ class _Parquet:
 
     def read(self, size: int) -> Iterator[bytes]:
         """Yields batches of rows of about ``size`` bytes together."""
-        rows, held = max(self._file.metadata.num_rows, 1), self._uncompressed_bytes()
-        batch_size = max(1, min(256, size * rows // max(held, 1)))
+        rows, pending = max(self._file.metadata.num_rows, 1), self._uncompressed_bytes()
+        batch_size = max(1, min(256, size * rows // max(pending, 1)))
         try:
             for batch in self._file.iter_batches(batch_size=batch_size, columns=self._columns):
                 rows = batch.to_pylist()

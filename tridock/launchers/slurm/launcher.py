@@ -22,14 +22,14 @@ class Slurm:
     """Starts the ranks with ``argv``, which ends in their program and its arguments.
 
     ``env`` holds the site's variables; those of the experiment take precedence. ``on_head``: the supervisor runs on the
-    first node; on a login node it reaches that node like the others. ``begun`` (a file time) is when the run was first
-    prepared.
+    first node; on a login node it reaches that node like the others. ``prepared_at`` (a file time) is when the run was
+    first prepared.
     """
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     on_head: bool = True
-    begun: float | None = None
+    prepared_at: float | None = None
 
     name: ClassVar[str] = "slurm"
     scheduler: ClassVar[str | None] = "Slurm"
@@ -50,7 +50,7 @@ class Slurm:
             env,
             remote=nodes[1:] if self.on_head else nodes,
             on_head=self.on_head,
-            begun=self.begun,
+            prepared_at=self.prepared_at,
         )
 
     @staticmethod

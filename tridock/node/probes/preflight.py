@@ -33,7 +33,7 @@ def preflight(
         read={name: _json(Path(name)) for name in read},
         loads=load is None or Path(load).is_dir(),
         has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
-        lacking=tuple(name for name in packages if importlib.util.find_spec(name) is None),
+        missing_packages=tuple(name for name in packages if importlib.util.find_spec(name) is None),
         rendezvous=ports.rendezvous_port(port) if head else None,
         image_manifest=_json(Path(run_folder.CODE, "manifest.json")) if head else None,
         contract=contract() if head else None,

@@ -42,13 +42,13 @@ def spare_status(folder: Path, *, reserve: bool = False) -> SpareStatus:
     return SpareStatus(busy_with(folder.name, reserve=reserve), missing, _fingerprint(_newest(supervision)))
 
 
-def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: bool) -> FailoverResult:
-    """Lays the run out without the ``lost`` nodes and sends its files to the others; ``anew``: from its beginning."""
+def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, from_scratch: bool) -> FailoverResult:
+    """Lays out the run without the ``lost`` nodes, and sends its files to the others."""
     answers = {node: _ask(supervision.reach, folder, node) for node in supervision.spares}
     while True:
         ready = [node for node, answer in answers.items() if isinstance(answer, SpareStatus)]
         unready = "".join(f"; spare {node}: {why}" for node, why in answers.items() if isinstance(why, str))
-        found = _new_layout(folder, supervision, lost, ready, anew)
+        found = _new_layout(folder, supervision, lost, ready, from_scratch)
         if isinstance(found, str):
             return FailoverResult(found + unready)
         reserved = {node: _ask(supervision.reach, folder, node, "--reserve") for node in ready if node in found.nodes}
@@ -61,7 +61,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
     try:
         for node in after.remote:
             answer = answers.get(node)
-            if not anew and isinstance(answer, SpareStatus):
+            if not from_scratch and isinstance(answer, SpareStatus):
                 _bring_checkpoint(after, node, answer.checkpoint)
             _send(after.reach, node, folder, _archive(files))
     except ClusterError as error:
@@ -74,7 +74,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
 
 
 def _new_layout(
-    folder: Path, supervision: Supervision, lost: Sequence[str], ready: Sequence[str], anew: bool
+    folder: Path, supervision: Supervision, lost: Sequence[str], ready: Sequence[str], from_scratch: bool
 ) -> NewLayout | str:
     """Returns the layout without the lost nodes, or why there is none."""
     if supervision.observed:
@@ -82,7 +82,7 @@ def _new_layout(
             return on_spares(folder, supervision, lost, ready)
         except RequestError as error:
             return str(error)
-    done = _replan(folder, supervision.head, lost, ready, anew)
+    done = _replan(folder, supervision.head, lost, ready, from_scratch)
     return done.stderr.decode(errors="replace").strip() if done.returncode else decode(NewLayout, done.stdout)
 
 
@@ -102,12 +102,12 @@ def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | 
 
 
 def _replan(
-    folder: Path, head: str, lost: Sequence[str], ready: Sequence[str], anew: bool
+    folder: Path, head: str, lost: Sequence[str], ready: Sequence[str], from_scratch: bool
 ) -> subprocess.CompletedProcess[bytes]:
     # In a separate process: the supervisor does not import the planner.
     argv = [sys.executable, "-P", "-m", "tridock.cli", "replan", str(folder), "--json", f"--head={head}"]
     argv += [*(f"--without={node}" for node in lost), *(f"--spare={node}" for node in ready)]
-    return _run([*argv, "--anew"] if anew else argv, timeout=_REPLAN_S)
+    return _run([*argv, "--from-scratch"] if from_scratch else argv, timeout=_REPLAN_S)
 
 
 def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[bytes]:

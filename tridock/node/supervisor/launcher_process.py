@@ -35,7 +35,7 @@ class LauncherProcess:
         return (self.exit_code or 0) < 0
 
     @property
-    def tells_of_ranks(self) -> bool:
+    def has_ranks_exit_code(self) -> bool:
         """Whether its exit code is that of the ranks: not after a signal or a failure of ssh itself."""
         return not self.was_killed and self.exit_code != _SSH_FAILED
 

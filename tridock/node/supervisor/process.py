@@ -110,7 +110,7 @@ def _taken_again(folder: Path, patience_s: float) -> int:
     while not _try_lock(lock):
         if time.monotonic() >= deadline:
             os.close(lock)
-            raise _refused(folder.name, "is going on already", "", "wait for its end, or stop it")
+            raise _refused(folder.name, "is already running", "", "wait for its end, or stop it")
         (folder / run_folder.STOPPED).touch()
         time.sleep(_POLL_S)
     for name in (run_folder.EXIT_CODE, run_folder.STOPPED, run_folder.SIGNALLED):
@@ -174,8 +174,8 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
     The inherited lock stays open until it exits, and is not passed on to the run.
     """
     supervision = _supervision(folder)
-    begun = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
-    lease = HeldLease.first(folder, supervision.head, begun)
+    prepared_at = supervision.prepared_at or (folder / run_folder.SUPERVISION).stat().st_mtime
+    lease = HeldLease.first(folder, supervision.head, prepared_at)
 
     def begin(supervisor: RunSupervisor) -> None:
         supervisor.begin(supervisor.script() if again else run_folder.LAUNCH_SCRIPT)

@@ -96,7 +96,7 @@ class RunSupervisor:
             self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
             return 0
         self._must_move = previous != self._supervision.head
-        self._steps.reached = checkpoint_iteration(self._folder, self._supervision, self._lease.begun) or 0
+        self._steps.reached = checkpoint_iteration(self._folder, self._supervision, self._lease.prepared_at) or 0
         self._restarts = previous_attempts(self._folder, time.monotonic())
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
         verdict = Verdict(Cause.HEAD_SILENT, "does not supervise the run any more", previous)
@@ -120,7 +120,7 @@ class RunSupervisor:
         if self._supervision.observed:
             resumes = (self._folder / run_folder.RESUME_SCRIPT).exists()
         else:
-            resumes = checkpoint_iteration(self._folder, self._supervision, self._lease.begun) is not None
+            resumes = checkpoint_iteration(self._folder, self._supervision, self._lease.prepared_at) is not None
         return run_folder.RESUME_SCRIPT if resumes else run_folder.LAUNCH_SCRIPT
 
     def run_to_end(self) -> int:
@@ -234,8 +234,8 @@ class RunSupervisor:
         while not self._is_done():
             if time.monotonic() > deadline:
                 end = self._started.verdict()
-                told = self._started.tells_of_ranks
-                return (first_gone(self._agents.statuses(), code=end.code) if told else None) or end
+                of_ranks = self._started.has_ranks_exit_code
+                return (first_gone(self._agents.statuses(), code=end.code) if of_ranks else None) or end
             self._agents.poll(_TICK_S)
             if (dead := first_death(self._agents.statuses())) is not None and not self._started.was_killed:
                 return dead
@@ -349,7 +349,7 @@ class RunSupervisor:
             self._print(f"not restarted: {why}")
             return False
         self._lease.check()
-        iteration = checkpoint_iteration(self._folder, self._supervision, self._lease.begun)
+        iteration = checkpoint_iteration(self._folder, self._supervision, self._lease.prepared_at)
         self._restarts.append(RestartAttempt(time.monotonic(), reached))
         log_bytes = (self._folder / run_folder.LAUNCHER_LOG).stat().st_size
         fields = {"attempt": len(self._restarts), "iteration": iteration or 0, "reason": str(verdict)}
@@ -389,8 +389,8 @@ class RunSupervisor:
     def _move(self) -> str | None:
         """Lays the run out without the nodes that do not answer; returns why it cannot, or None."""
         self._lease.check()
-        anew = checkpoint_iteration(self._folder, self._supervision, self._lease.begun) is None
-        moved = move(self._folder, self._supervision, self._silent, anew=anew)
+        from_scratch = checkpoint_iteration(self._folder, self._supervision, self._lease.prepared_at) is None
+        moved = move(self._folder, self._supervision, self._silent, from_scratch=from_scratch)
         if moved.supervision is None:
             return moved.reason
         self._print(moved.reason)

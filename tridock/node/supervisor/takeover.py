@@ -33,8 +33,8 @@ def stand_in(folder: Path, node: str) -> None:
         return
     patience = EXPIRY_S + min(_LATEST_S, _STAGGER_S * supervision.watched.index(node))
     while not _is_over(folder) and not watch.renewed and not is_replaced(folder, node):
-        if watch.look() > patience and (held := HeldLease.take(folder, watch.token, node)) is not None:
-            process.take_over(folder, _led_by(node, supervision), held, supervision.head)
+        if watch.look() > patience and (taken := HeldLease.take(folder, watch.token, node)) is not None:
+            process.take_over(folder, _led_by(node, supervision), taken, supervision.head)
             return
         time.sleep(_LOOK_S)
 

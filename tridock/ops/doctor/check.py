@@ -229,8 +229,8 @@ def _leftovers(session: Session, reports: Reports, report: Report) -> None:
 def _reduce(session: Session, reports: Reports, report: Report) -> None:
     head = reports[session.head]
     assert head.rendezvous.port is not None
-    if lacking := {node: why for node, own in reports.items() if (why := own.no_reduction) is not None}:
-        node, why = next(iter(lacking.items()))
+    if reasons := {node: why for node, own in reports.items() if (why := own.no_reduction) is not None}:
+        node, why = next(iter(reasons.items()))
         report.skipped["all-reduce"] = f"{node}'s image has {why}"
         return
     result, found = reduce_all(session, head.rendezvous.port)

@@ -36,7 +36,7 @@ def code_findings(hosts: str, reports: Reports) -> Iterator[Finding]:
         ):
             if here != there:
                 got = f"{_short(here)}, {_short(there)} on {head}"
-                todo = f"start its container anew: tridock down, then tridock up {hosts}"
+                todo = f"recreate its container: tridock down, then tridock up {hosts}"
                 problem = Problem(node, f"has different code in {path} than the head", got, todo)
                 yield fail("image", problem, "ranks that run other code disagree in the middle of a step")
 

@@ -63,7 +63,7 @@ def cuda_findings(node: str, slots: Sequence[int], report: QuickReport) -> Itera
 
 def _cuda_error(node: str, report: QuickReport) -> Iterator[Finding]:
     if report.cuda_error:
-        todo = "see that nvidia-smi works on the host, then start its container anew: tridock down, then tridock up"
+        todo = "see that nvidia-smi works on the host, then recreate its container: tridock down, then tridock up"
         problem = Problem(node, "CUDA has no usable GPU in its container", report.cuda_error, todo)
         yield fail("devices", problem, "a rank without a GPU ends at once")
 
@@ -109,7 +109,7 @@ def _gpus(cluster: Cluster, node: str, report: NodeReport, host: GpuHost) -> Ite
             )
     if any(slot < len(gpus) and not gpus[slot].persistent for slot in slots):
         todo = "turn it on there: sudo nvidia-smi -pm 1"
-        why = "every start of a run, and every nvidia-smi, loads the driver anew"
+        why = "every start of a run, and every nvidia-smi, loads the driver again"
         yield warn("devices", Problem(node, "persistence mode of its GPUs is off", "", todo), why)
     yield from _cuda_error(node, report)
     yield from _base(node, report, [gpus[slot] for slot in slots if slot < len(gpus)])
@@ -122,7 +122,7 @@ def _not_visible(accelerators: Accelerators) -> tuple[str, str, str]:
         return what, error, "turn persistence mode on there (sudo nvidia-smi -pm 1), and look for Xid lines in dmesg"
     if error == "Failed to initialize NVML: Unknown Error":
         # Docker's systemd cgroup driver: systemctl daemon-reload on the host takes the devices of running containers.
-        return "its container has lost its GPUs", error, "start its container anew: tridock down, then tridock up"
+        return "its container has lost its GPUs", error, "recreate its container: tridock down, then tridock up"
     if "Driver/library version mismatch" in error:
         todo = "restart the host, whose driver was updated, then tridock down, tridock up"
         return "its container has the libraries of another driver", error, todo
@@ -226,7 +226,7 @@ def _infiniband(node: str, report: NodeReport) -> Iterator[Finding]:
     got = ", ".join(found.devices)
     if found.devices and not found.usable:
         what = "has InfiniBand devices that its container does not see"
-        todo = "start its container anew: tridock down, then tridock up"
+        todo = "recreate its container: tridock down, then tridock up"
         yield warn("devices", Problem(node, what, got, todo), why, UP)
     elif found.devices and report.nccl_ib_disable == "1":
         what = "has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused"

@@ -10,7 +10,7 @@ from tridock.errors import Problem
 from tridock.ops.doctor.finding import KEYS, Finding, Remedy, fail
 
 _WHY: Final = "a launch starts the ranks over this connection"
-_RECREATE: Final = "start its container anew: tridock down, then tridock up"
+_RECREATE: Final = "recreate its container: tridock down, then tridock up"
 _CHANGED: Final = "REMOTE HOST IDENTIFICATION HAS CHANGED"
 _GREETING: Final = "tridock-node"
 _MARKER: Final = re.compile(rf"^{_GREETING}(?: (\S+) (\S+))?\s*$", re.MULTILINE)
@@ -41,7 +41,7 @@ def _problem(cluster: Cluster, node: str, answer: SshAnswer, host_key_of: HostKe
     if _CHANGED in answer.err:
         return _other_key(cluster, node, answer.err, where, host_key_of)
     if answer.exit is None:
-        return f"did not answer the head's ssh at {where} in time", stderr, "see what holds its sshd up", ()
+        return f"did not answer the head's ssh at {where} in time", stderr, "see what delays its sshd", ()
     return _by_stderr(cluster, node, stderr, where) or (
         f"is not reached from {head} over ssh at {where}",
         stderr or f"exit code {answer.exit}",

@@ -11,8 +11,8 @@ from tridock.contracts import run_folder
 from tridock.contracts.codec import decode
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
+from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.facts import keys_digest
-from tridock.ops.hosts.held import nodes_locked
 from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.ensure import ensure_image

@@ -52,12 +52,12 @@ class ImageParts:
         """The digests of the compressed layers, base first."""
         return tuple(layer["digest"] for layer in json.loads(self.manifest)["layers"])
 
-    def unpacked_size(self, held: int) -> int:
-        """Returns the approximate bytes of the layers on a host's disk, without the first ``held``."""
-        return sum(_unpacked_size(self.folder / digest) for digest in self.layers[held:])
+    def unpacked_size(self, present: int) -> int:
+        """Returns the approximate bytes of the layers on a host's disk, without the first ``present``."""
+        return sum(_unpacked_size(self.folder / digest) for digest in self.layers[present:])
 
-    def archive(self, image: str, held: int, inline: int) -> "Archive":
-        """Returns an archive that `docker load` turns into ``image`` on an engine with the first ``held`` layers.
+    def archive(self, image: str, present: int, inline: int) -> "Archive":
+        """Returns an archive that `docker load` turns into ``image`` on an engine with the first ``present`` layers.
 
         It is both a `docker save` archive and an OCI layout, which engines with containerd's image store read. The
         smallest layers, up to ``inline`` bytes in total, go with the headers; the others are split into pieces.
@@ -80,7 +80,7 @@ class ImageParts:
             _path(config): self.config,
             _path(manifest): self.manifest,
         }
-        sizes = {digest: (self.folder / digest).stat().st_size for digest in self.layers[held:]}
+        sizes = {digest: (self.folder / digest).stat().st_size for digest in self.layers[present:]}
         by_size = sorted(sizes, key=lambda digest: sizes[digest])
         totals = accumulate(sizes[digest] for digest in by_size)
         small_layers = {digest for digest, total in zip(by_size, totals, strict=True) if total <= inline}

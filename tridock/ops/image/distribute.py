@@ -52,25 +52,25 @@ class Distribution:
         self._schedule = Schedule({}, {}, (), 0)
         self._alone = False
 
-    def run(self, parts: ImageParts, held: Mapping[str, int], inventories: Mapping[str, Inventory]) -> None:
-        """``held``: the number of leading layers on each host. Raises :class:`ClusterError` with all failures."""
+    def run(self, parts: ImageParts, present: Mapping[str, int], inventories: Mapping[str, Inventory]) -> None:
+        """``present``: the number of leading layers on each host. Raises :class:`ClusterError` with all failures."""
 
         def begin(node: str, _host: object) -> set[str]:
             delivery, archive = self.deliveries[node], self.archives[node]
-            there = delivery.begin(archive, parts.unpacked_size(held[node]), inventories[node])
+            there = delivery.begin(archive, parts.unpacked_size(present[node]), inventories[node])
             if not archive.pieces:
                 delivery.load(self.ids, clear=True)
                 self.arrived(node, archive)
             return there
 
         hosts = {node: self.session.hosts[node] for node in self.deliveries}
-        begun = on_all(hosts, begin, cap=self._cap)
-        there = {node: outcome.value for node, outcome in begun.items() if outcome.value is not None}
-        self._outcomes = {node: Outcome(error=outcome.error) for node, outcome in begun.items()}
+        started = on_all(hosts, begin, cap=self._cap)
+        there = {node: outcome.value for node, outcome in started.items() if outcome.value is not None}
+        self._outcomes = {node: Outcome(error=outcome.error) for node, outcome in started.items()}
         waiting = [node for node in there if self.archives[node].pieces]
         if waiting:
             try:
-                self._give({node: there[node] for node in waiting})
+                self._send_pieces({node: there[node] for node in waiting})
             except BaseException:
                 for node in waiting:
                     hosts[node].close()
@@ -85,25 +85,25 @@ class Distribution:
     def _clear(self, node: str, _host: object) -> None:
         self.deliveries[node].clear()
 
-    def _give(self, there: Mapping[str, set[str]]) -> None:
+    def _send_pieces(self, there: Mapping[str, set[str]]) -> None:
         """Transfers the pieces; ``there``: those that each node already has."""
         pieces = {node: self.archives[node].pieces for node in there}
-        lacking = {node: [name for name in pieces[node] if name not in has] for node, has in there.items()}
+        missing = {node: [name for name in pieces[node] if name not in has] for node, has in there.items()}
         for node in there:
             self._pieces |= pieces[node]
-            done = self.archives[node].size - sum(self._pieces[name].size for name in lacking[node])
+            done = self.archives[node].size - sum(self._pieces[name].size for name in missing[node])
             self._progress_bars[node] = self.bars(f"send to {node}", self.archives[node].size, done=done)
         with ExitStack() as stack:
-            if len(there) > 1 and any(lacking.values()):
+            if len(there) > 1 and any(missing.values()):
                 folders = {node: self.deliveries[node].folder for node in there}
                 peers = stack.enter_context(Peers(self.session, folders, self._gone))
                 self._piece_servers = peers.piece_servers
-                self._tell_of_givers(peers.problems)
-            self._schedule = Schedule(lacking, there, self._piece_servers, self._cap)
+                self._report_peers(peers.problems)
+            self._schedule = Schedule(missing, there, self._piece_servers, self._cap)
             self._left = set(there)
             for node in there:
                 self._progress(node, 0)
-                if not lacking[node]:
+                if not missing[node]:
                     self._load(node)
             while self._left:
                 for transfer in self._schedule.begin():
@@ -187,7 +187,7 @@ class Distribution:
         """Handles the end of a node's sshd."""
         self._events.put(lambda: self._schedule.drop_source(node))
 
-    def _tell_of_givers(self, problems: Mapping[str, str]) -> None:
+    def _report_peers(self, problems: Mapping[str, str]) -> None:
         self._alone = not self._piece_servers
         if self._alone:
             reason = next(iter(problems.values()))

@@ -68,8 +68,8 @@ def wanted_image(session: Session) -> str:
     if len(found) == 1 and (only := found.pop()) is not None:
         return only
     flavor = " --flavor cpu" if image.endswith(":cpu") else ""
-    held = ((node, state.image_id) for node, state in session.states().items())
-    got = ", ".join(f"{id_[:19]} on {node}" if id_ else f"none on {node}" for node, id_ in held)
+    ids = ((node, state.image_id) for node, state in session.states().items())
+    got = ", ".join(f"{id_[:19]} on {node}" if id_ else f"none on {node}" for node, id_ in ids)
     raise ClusterError(
         Problem(image, "is not on this machine, and not the same on every host", got, f"run tridock image{flavor} here")
     )
@@ -99,12 +99,12 @@ def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path
 
     inventories = ask(nodes)
     for node, inventory in inventories.items():
-        if inventory.whole:
-            _note(f"{node}: gets the whole image, not only the layers that it lacks: {inventory.whole}")
+        if inventory.layers_refused:
+            _note(f"{node}: gets the whole image, not only the layers that it lacks: {inventory.layers_refused}")
     if pulled := _pull_base(session, diff_ids, inventories):
         inventories |= ask(pulled)
     parts = _send(session, diff_ids, deliveries, inventories, folder, image_id)
-    return parts.layers if any(inventory.whole for inventory in inventories.values()) else ()
+    return parts.layers if any(inventory.layers_refused for inventory in inventories.values()) else ()
 
 
 def _pull_base(session: Session, diff_ids: Sequence[str], inventories: Mapping[str, Inventory]) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def _pull_base(session: Session, diff_ids: Sequence[str], inventories: Mapping[s
     policy = session.cluster.settings.image_base
     base = base_of(diff_ids) if policy != "send" else None
     if base is None:
-        if policy == "pull" and not all(inventory.held(diff_ids) for inventory in inventories.values()):
+        if policy == "pull" and not all(inventory.present_layers(diff_ids) for inventory in inventories.values()):
             todo = "docker pull the base image here and build again, or set image_base: auto"
             raise ClusterError(
                 Problem("image_base: pull", "the local Docker engine has no base image from a registry", "", todo)
@@ -121,7 +121,7 @@ def _pull_base(session: Session, diff_ids: Sequence[str], inventories: Mapping[s
     nodes = tuple(
         node
         for node, inventory in inventories.items()
-        if not inventory.whole and inventory.held(diff_ids) < base.layers
+        if not inventory.layers_refused and inventory.present_layers(diff_ids) < base.layers
     )
     if not nodes:
         return ()
@@ -146,12 +146,12 @@ def _send(
 ) -> ImageParts:
     """Exports the layers that any host lacks, and sends them to all hosts."""
     image = session.cluster.settings.image
-    held = {node: inventory.held(diff_ids) for node, inventory in inventories.items()}
+    present = {node: inventory.present_layers(diff_ids) for node, inventory in inventories.items()}
     with bars(quiet=session.quiet) as begin:
         bar = begin("compress the layers", None)
         try:
             zstd = all(inventory.zstd for inventory in inventories.values())
-            parts = export_image(image, diff_ids, min(held.values()), folder, bar, _note, zstd=zstd)
+            parts = export_image(image, diff_ids, min(present.values()), folder, bar, _note, zstd=zstd)
         except OSError as error:
             raise not_written(image, folder, str(error)) from None
         bar.end()
@@ -162,11 +162,11 @@ def _send(
                 print(f"{node}: got {layers} of the image, {archive.size / 1e6:,.1f} MB")
 
         inline = inline_bytes(len(deliveries))
-        kinds = {behind: parts.archive(image, behind, inline) for behind in set(held.values())}
-        archives = {node: kinds[behind] for node, behind in held.items()}
+        kinds = {behind: parts.archive(image, behind, inline) for behind in set(present.values())}
+        archives = {node: kinds[behind] for node, behind in present.items()}
         ids = *parts.ids, image_id
         distribution = Distribution(session, deliveries, archives, ids, begin, _note, arrived)
-        distribution.run(parts, held, inventories)
+        distribution.run(parts, present, inventories)
     if (between := distribution.from_hosts()) and not session.quiet:
         here = distribution.sent[OPERATOR] / 1e6
         print(f"{here:,.1f} MB of layers went out from here, {between / 1e6:,.1f} MB from host to host")

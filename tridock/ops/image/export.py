@@ -37,21 +37,21 @@ Layer = dict[str, object]
 def export_image(
     image: str,
     diff_ids: Sequence[str],
-    held: int,
+    present: int,
     folder: Path,
     progress: Progress,
     note: Callable[[str], object],
     *,
     zstd: bool = False,
 ) -> ImageParts:
-    """Writes the layers of ``image`` after the first ``held`` to ``folder``; ``progress`` gets their compressed bytes.
+    """Writes the layers of ``image`` after the first ``present`` to ``folder``; ``progress`` gets compressed bytes.
 
     An engine that cannot reach this machine's loopback (remote, Docker Desktop) saves the whole image instead, and
     ``note`` is called with the reason. Its layers are then compressed here, with ``zstd`` if all hosts can load it.
     """
     local = LocalHost()
     with LoopbackRegistry(folder, progress, local.close) as registry:
-        parts, reason = _push(local, image, len(diff_ids), held, registry)
+        parts, reason = _push(local, image, len(diff_ids), present, registry)
         if registry.failure is not None:
             raise not_written(f"docker push {image}", folder, str(registry.failure))
     if parts is not None:
@@ -61,7 +61,7 @@ def export_image(
 
 
 def _push(
-    local: LocalHost, image: str, layers: int, held: int, registry: LoopbackRegistry
+    local: LocalHost, image: str, layers: int, present: int, registry: LoopbackRegistry
 ) -> tuple[ImageParts | None, str]:
     """Returns the parts, or None and the reason."""
     name = f"{registry.repository}:push"
@@ -76,11 +76,11 @@ def _push(
                 return None, "no manifest of the image came"
             named = json.loads(manifest)
             config = named["config"]["digest"]
-            needed = {config, *(layer["digest"] for layer in named["layers"][held:])}
-            lacking = {digest for digest in needed if not (registry.folder / digest).exists()}
-            if not lacking:
+            needed = {config, *(layer["digest"] for layer in named["layers"][present:])}
+            missing = {digest for digest in needed if not (registry.folder / digest).exists()}
+            if not missing:
                 return ImageParts((registry.folder / config).read_bytes(), manifest, registry.folder), ""
-            registry.refused |= lacking
+            registry.refused |= missing
         return None, "layers are missing"
     finally:
         local.run(Command.of("docker", "image", "rm", name), timeout=60.0)

@@ -16,7 +16,7 @@ from tridock.command import Command
 from tridock.contracts import cluster_ssh
 from tridock.contracts.run_folder import RENDEZVOUS_PORTS
 from tridock.errors import ClusterError
-from tridock.ops.hosts.held import HOLD, HeldCommand
+from tridock.ops.hosts.attached import AWAIT_KEEPALIVES, AttachedCommand
 from tridock.ops.hosts.session import Session
 from tridock.remote import Host, on_all
 
@@ -51,13 +51,13 @@ for port; do
   # Of several addresses it takes those that are free.
   if [ ! -s ssh/pid ] || grep -q 'in use' ssh/log; then kill "$pid" 2>/dev/null || true; rm -f ssh/pid; continue; fi
   printf '%s %s\n' "$port" "$(id -un)"
-  HOLD
+  AWAIT_KEEPALIVES
   exit 0
 done
 trap - EXIT
 tail -n 1 ssh/log >&2
 exit 1
-""".replace("HOLD", HOLD)
+""".replace("AWAIT_KEEPALIVES", AWAIT_KEEPALIVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Peers:
         """By node, the reason why it cannot serve pieces."""
         self._session, self._folders, self._ended = session, folders, ended
         self._keys = ClusterKeys.generate(folders)
-        self._held: list[HeldCommand] = []
+        self._servers: list[AttachedCommand] = []
 
     def __enter__(self) -> Self:
         hosts = {node: self._session.hosts[node] for node in self._folders}
@@ -105,19 +105,19 @@ class Peers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for held in self._held:
-            held.release()
-        for held in self._held:
-            held.end()
+        for server in self._servers:
+            server.release()
+        for server in self._servers:
+            server.end()
 
     def _open(self, node: str, host: Host) -> PieceServer:
         cluster, folder = self._session.cluster, self._folders[node]
         host.put_tree(key_files(cluster, self._keys, folder, node), f"{folder}/{KEYS}", mode=0o600)
         ports = (cluster.settings.ssh_port, *random.sample(RENDEZVOUS_PORTS, _PORTS))
         serve = Command.of("sh", "-c", _SERVE, "serve", folder, *map(str, ports))
-        held = HeldCommand(host, serve, "its sshd cannot give pieces", lambda: self._ended(node))
-        self._held.append(held)
-        port, _, user = held.line(_START_S).partition(" ")
+        server = AttachedCommand(host, serve, "its sshd cannot give pieces", lambda: self._ended(node))
+        self._servers.append(server)
+        port, _, user = server.line(_START_S).partition(" ")
         return PieceServer(alias(self._folders, node), cluster.address_of(node), int(port), user)
 
 

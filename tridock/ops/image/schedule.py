@@ -29,22 +29,21 @@ class Schedule:
 
     def __init__(
         self,
-        lacking: Mapping[str, Iterable[str]],
-        held: Mapping[str, Iterable[str]],
+        missing: Mapping[str, Iterable[str]],
+        present: Mapping[str, Iterable[str]],
         sources: Iterable[str],
         most_from_here: int,
     ) -> None:
-        """``lacking`` and ``held``: pieces by host; an interrupted command leaves some. ``sources``: hosts that serve
-        pieces.
+        """``missing`` and ``present`` are pieces by host; an interrupted command leaves some. ``sources`` serve pieces.
 
-        ``most_from_here``: the operator's concurrent transfers if hosts do not help each other.
+        ``most_from_here`` limits the operator's concurrent transfers if hosts do not help each other.
         """
-        self.lacking = {host: set(pieces) for host, pieces in lacking.items()}
-        self.has = {host: set(held.get(host, ())) for host in lacking}
+        self.missing = {host: set(pieces) for host, pieces in missing.items()}
+        self.has = {host: set(present.get(host, ())) for host in missing}
         self.running: set[Transfer] = set()
         self.failures: dict[tuple[str, str], str] = {}
         """By source and target, the reason why the target cannot fetch from the source."""
-        pieces = dict.fromkeys(chain.from_iterable(lacking.values()))
+        pieces = dict.fromkeys(chain.from_iterable(missing.values()))
         self._order = {piece: place for place, piece in enumerate(pieces)}
         self._sources = set(sources)
         self._cut_off: set[str] = set()
@@ -53,7 +52,7 @@ class Schedule:
 
     @property
     def done(self) -> bool:
-        return not self.running and not any(self.lacking.values())
+        return not self.running and not any(self.missing.values())
 
     def sources_of(self, target: str) -> list[str]:
         """Returns the hosts that a host may fetch from."""
@@ -63,52 +62,52 @@ class Schedule:
 
     def begin(self) -> list[Transfer]:
         """Returns the transfers to start now, which then count as running."""
-        begun: list[Transfer] = []
+        started: list[Transfer] = []
         uploads = Counter(transfer.source for transfer in self.running)
         downloads = Counter(transfer.target for transfer in self.running)
         copies = Counter(piece for host in self._sources for piece in self.has.get(host, ()))
         copies.update(transfer.piece for transfer in self.running if transfer.target in self._sources)
-        alone = sum(not self.sources_of(host) for host, pieces in self.lacking.items() if pieces)
+        alone = sum(not self.sources_of(host) for host, pieces in self.missing.items() if pieces)
         from_here = max(SLOTS, min(SLOTS + alone, self._most_from_here))
         while True:
-            before = len(begun)
-            free = [host for host, pieces in self.lacking.items() if pieces and downloads[host] < SLOTS]
+            before = len(started)
+            free = [host for host, pieces in self.missing.items() if pieces and downloads[host] < SLOTS]
             for target in sorted(free, key=lambda host: (downloads[host], len(self.has[host]))):
                 transfer = None
                 if uploads[OPERATOR] < from_here:
                     transfer = self._from_here(target, copies)
                 transfer = transfer or self._from_a_host(target, uploads, copies)
                 if transfer is not None:
-                    begun.append(transfer)
+                    started.append(transfer)
                     self.running.add(transfer)
-                    self.lacking[target].remove(transfer.piece)
+                    self.missing[target].remove(transfer.piece)
                     uploads[transfer.source] += 1
                     downloads[target] += 1
                     copies[transfer.piece] += target in self._sources
-            if len(begun) == before:
-                return begun
+            if len(started) == before:
+                return started
 
     def _from_here(self, target: str, copies: Counter[str]) -> Transfer | None:
         """Returns the first piece that the target cannot get from another host."""
         sources = self.sources_of(target)
         if len(sources) == len(self._sources - {target}):
-            pieces = {piece for piece in self.lacking[target] if not copies[piece]}
+            pieces = {piece for piece in self.missing[target] if not copies[piece]}
         else:
             there = set().union(*(self.has[host] for host in sources))
             there |= {transfer.piece for transfer in self.running if transfer.target in sources}
-            pieces = self.lacking[target] - there
+            pieces = self.missing[target] - there
         if target not in self._sources:  # it passes nothing on: a host that serves pieces gets it first
-            pieces = pieces.difference(*(self.lacking[host] for host in sources))
+            pieces = pieces.difference(*(self.missing[host] for host in sources))
         return Transfer(OPERATOR, target, min(pieces, key=self._order.__getitem__)) if pieces else None
 
     def _from_a_host(self, target: str, uploads: Counter[str], copies: Counter[str]) -> Transfer | None:
         """Returns the piece that the fewest hosts have, from the host with the fewest transfers."""
-        lacking = self.lacking[target]
+        missing = self.missing[target]
         found = (
             (copies[piece], uploads[source], self._order[piece], source, piece)
             for source in self.sources_of(target)
             if uploads[source] < SLOTS
-            for piece in self.has[source] & lacking
+            for piece in self.has[source] & missing
         )
         best = min(found, default=None)
         return Transfer(best[3], target, best[4]) if best else None
@@ -124,7 +123,7 @@ class Schedule:
             for end in ends:
                 self._strikes[end] = 0
             return
-        self.lacking[transfer.target].add(transfer.piece)
+        self.missing[transfer.target].add(transfer.piece)
         self.failures[transfer.source, transfer.target] = failure
         self._strikes.update(ends)
         if self._strikes[ends[0]] >= _STRIKES:
@@ -139,6 +138,6 @@ class Schedule:
     def lose(self, host: str) -> None:
         """Removes a lost host."""
         self.drop_source(host)
-        self.lacking.pop(host, None)
+        self.missing.pop(host, None)
         self.has.pop(host, None)
         self.running -= {transfer for transfer in self.running if transfer.target == host}

@@ -66,7 +66,7 @@ class Inventory:
     """A host's inventory: the layers of each image, files of an interrupted command, and free bytes by file system."""
 
     images: tuple[tuple[str, ...], ...]
-    whole: str
+    layers_refused: str
     """Why the host takes whole images only; empty if it takes single layers."""
     files: dict[str, int]
     folder: tuple[str, int] | None
@@ -74,9 +74,9 @@ class Inventory:
     zstd: bool = False
     """Whether its Docker can load zstd-compressed layers."""
 
-    def held(self, diff_ids: Sequence[str]) -> int:
+    def present_layers(self, diff_ids: Sequence[str]) -> int:
         """Returns how many leading layers need not be sent."""
-        return 0 if self.whole else shared_layers(diff_ids, self.images)
+        return 0 if self.layers_refused else shared_layers(diff_ids, self.images)
 
 
 def parse_inventory(text: str) -> Inventory:
@@ -85,7 +85,7 @@ def parse_inventory(text: str) -> Inventory:
     files = (value.split(" ", 1) for name, value in lines if name == "file")
     return Inventory(
         images=tuple(tuple(json.loads(value)) for name, value in lines if name == "layers" and value != "null"),
-        whole=_whole(fields.get("store", "")),
+        layers_refused=_layers_refused(fields.get("store", "")),
         files={name: int(size) for size, name in files},
         folder=_space(fields.get("folder", "")),
         root=_space(fields.get("root", "")),
@@ -93,7 +93,7 @@ def parse_inventory(text: str) -> Inventory:
     )
 
 
-def _whole(store: str) -> str:
+def _layers_refused(store: str) -> str:
     if _CONTAINERD in store:
         return "its Docker uses containerd's image store"
     return "" if store else "its docker info names no storage driver"

@@ -69,10 +69,10 @@ def bring_demo_data(session: Session) -> str:
     def folder_of(node: str) -> str:
         return f"{session.workspace(node)}/{DEMO_DATA}"
 
-    lacking = tuple(node for node, missing in session.each(lacks).items() if missing)
-    if lacking:
+    without_data = tuple(node for node, missing in session.each(lacks).items() if missing)
+    if without_data:
         files = {name: session.hosts[head].get(f"{folder_of(head)}/{name}") for name in _DEMO_FILES}
-        session.each(lambda node, host: host.put_tree(files, folder_of(node)), only=lacking)
+        session.each(lambda node, host: host.put_tree(files, folder_of(node)), only=without_data)
     return done.stdout.decode().splitlines()[-1]
 
 

@@ -53,7 +53,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     _refuse_other_fields(session, answers[head].image_manifest)
     bring = f"bring the data to the nodes: tridock data sync {session.cluster.hosts_option} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
-    problems += lacking_packages(config, experiment, answers)
+    problems += package_problems(config, experiment, answers)
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:
         raise RequestError(problems)
@@ -88,7 +88,7 @@ def check_files(
         for name, field in data_files(experiment).items()
         if answer.files[name] is None
     ]
-    problems += lacking_packages(config, experiment, {"localhost": answer})
+    problems += package_problems(config, experiment, {"localhost": answer})
     problems += mismatches(config, experiment, plan, answer)
     if problems:
         raise RequestError(problems)
@@ -165,11 +165,11 @@ def _differences(
                 yield Problem(where, f"has different content on node {node} than on the head", got, todo)
 
 
-def lacking_packages(config: Path, experiment: Experiment, answers: Mapping[str, PreflightAnswer]) -> Iterator[Problem]:
+def package_problems(config: Path, experiment: Experiment, answers: Mapping[str, PreflightAnswer]) -> Iterator[Problem]:
     """Yields the packages that the image of some node does not have."""
     todo = "leave the field out, or build the image on a base that has it"
     for name, field in engine_of(experiment).packages(experiment).items():
-        if nodes := [node for node, answer in answers.items() if name in answer.lacking]:
+        if nodes := [node for node, answer in answers.items() if name in answer.missing_packages]:
             yield Problem(f"{config}: {field}", f"needs the Python package {name}", f"not on {', '.join(nodes)}", todo)
 
 

@@ -94,25 +94,25 @@ _READ = (run_folder.EXPERIMENT, run_folder.PLAN, run_folder.MANIFEST, run_folder
 
 
 def replan(
-    folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, anew: bool = False, head: str | None = None
+    folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, from_scratch: bool = False, head: str | None = None
 ) -> Replanned:
     """Returns the run without the ``lost`` nodes; ``ready`` are the available spares.
 
-    ``anew``: there is no checkpoint to continue from. ``head``: the node that leads the run from now on. Raises
+    ``from_scratch``: there is no checkpoint to continue from. ``head``: the node that leads the run from now on. Raises
     :class:`RequestError` with the reasons and a layout that would run.
     """
     run = Run.read(folder)
     before = slots_of(run.plan)
     head = head or run.supervision.head
     _check_names(run, before, lost, ready, head)
-    if not anew:
+    if not from_scratch:
         _check_parts(run, lost)
     after, places = _with_spares(run.supervision, before, lost, ready)
     after = {head: after[head], **after}
     if len(after) == len(before):
         assessment = assess(run.experiment, after, run.folder.name, run.assumptions)
     else:
-        assessment = _with_fewer(run, after, lost, anew)
+        assessment = _with_fewer(run, after, lost, from_scratch)
     summary = _summary(run, before, assessment, places, lost, head)
     return Replanned(_bundle(run, assessment, head), assessment, summary)
 
@@ -170,7 +170,7 @@ def _with_spares(
     return after, places
 
 
-def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Assessment:
+def _with_fewer(run: Run, after: Slots, lost: Sequence[str], from_scratch: bool) -> Assessment:
     """Returns the layout on the remaining nodes. Raises :class:`RequestError`."""
     experiment, where = run.experiment, run.folder.name
     given = (experiment, after, where, run.assumptions)
@@ -187,7 +187,7 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
     if len(nodes) < fewest:
         what, todo = f"may not continue with fewer than {fewest} nodes", "lower restart.min_nodes, or add spares"
         raise RequestError(Problem(where, what, _named(nodes), todo))
-    if engine_of(experiment).checkpoints_load_on == "same layout" and not anew:
+    if engine_of(experiment).checkpoints_load_on == "same layout" and not from_scratch:
         what = f"Megatron v1.1.5 loads its checkpoint on {run.plan['layout']} and no other layout"
         todo = f"bring {', '.join(lost)} back; from its beginning it would run as {found.laid_out.layout}"
         raise RequestError(Problem(where, what, here, f"{todo} on {_named(nodes)}"))

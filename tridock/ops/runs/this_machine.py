@@ -46,9 +46,9 @@ def default_ranks() -> int:
 
 def free_port() -> int:
     """Returns a TCP port that is free now."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
         return port
 
 

@@ -137,9 +137,9 @@ def write_job_files(
 
 
 def _step(folder: Path, argv: Sequence[str], env: Mapping[str, str], *, on_head: bool, in_container: bool) -> JobStep:
-    begun = (folder / run_folder.EXPERIMENT).stat().st_mtime
+    prepared_at = (folder / run_folder.EXPERIMENT).stat().st_mtime
     if in_container:
-        return JobStep(argv, run_folder.PYTHON, run_folder.CODE, env, on_head, begun)
+        return JobStep(argv, run_folder.PYTHON, run_folder.CODE, env, on_head, prepared_at)
     library = folder / run_folder.LIBRARY
     library.mkdir(exist_ok=True)
     # Nothing else of Tridock's environment: the program may use another Python and other versions.
@@ -147,7 +147,7 @@ def _step(folder: Path, argv: Sequence[str], env: Mapping[str, str], *, on_head:
         (library / _PACKAGE).symlink_to(CODE_FOLDER / _PACKAGE)
     # The job's own values: those of the supervisor begin with Tridock's paths.
     own = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
-    return JobStep(argv, sys.executable, str(library), {**own, **env}, on_head, begun)
+    return JobStep(argv, sys.executable, str(library), {**own, **env}, on_head, prepared_at)
 
 
 def _dry_step(folder: Path) -> JobStep:

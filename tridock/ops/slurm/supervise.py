@@ -61,9 +61,9 @@ def supervise(job: Job) -> int:
     except TridockError as error:
         run_folder.write_atomic(job.folder / run_folder.EXIT_CODE, f"{error.exit_code}\n".encode())
         raise
-    begun = len(read_lines(job.folder / run_folder.EVENTS))
+    events_before = len(read_lines(job.folder / run_folder.EVENTS))
     code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s, secrets=sinks.secrets)
-    if job.requeue and (reason := _reason(job.folder, code, begun)) is not None:
+    if job.requeue and (reason := _reason(job.folder, code, events_before)) is not None:
         _queue_again(job.folder, reason)
     return code
 
@@ -80,7 +80,7 @@ def _require_job(job: Job) -> None:
         if name not in os.environ:
             problems.append(Problem(name, "is not set", "", "let Slurm run the script of tridock slurm submit"))
     if run_folder.read_text(job.folder / run_folder.EXIT_CODE).strip() == "0":
-        todo = "submit it anew, with train.load to train further"
+        todo = "submit it again, with train.load to train further"
         problems.append(Problem(job.folder.name, "has already finished", "exit code 0", todo))
     if problems:
         raise RequestError(problems)
@@ -140,7 +140,7 @@ def _write(job: Job, prepared: Prepared) -> None:
         job.argv,
         {**_for_ssh(job.argv), **job.env},
         on_head=_is_on(next(iter(prepared.slots))),
-        begun=(job.folder / run_folder.EXPERIMENT).stat().st_mtime,
+        prepared_at=(job.folder / run_folder.EXPERIMENT).stat().st_mtime,
     )
     bundle = prepared.bundle(
         launcher,
@@ -188,11 +188,11 @@ def _job_name() -> str:
 # ---- afterwards ----
 
 
-def _reason(folder: Path, code: int, begun: int) -> str | None:
+def _reason(folder: Path, code: int, events_before: int) -> str | None:
     """Returns why the job is to be requeued; None if it is not."""
     if code == run_folder.EXIT_PREEMPTED:
         return "its time was over" if _is_program(folder) else "its time was over, and it has saved"
-    lost = events_of(folder, Event.NODE_LOST, begun)
+    lost = events_of(folder, Event.NODE_LOST, events_before)
     return f"{lost[-1].get('node')} was lost" if lost and code not in (0, run_folder.EXIT_STOPPED) else None
 
 

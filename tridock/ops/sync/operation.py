@@ -26,7 +26,7 @@ from tridock.ops.runs.preflight import data_files
 from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.sync.files import Chosen, DataFile, choose, fingerprint, of_experiment
 from tridock.ops.sync.shared import OPERATOR, HostPool, Sharing, find_shared
-from tridock.ops.sync.transfer import Held, arrived, asked, drop_maps_command, held, read_command, send
+from tridock.ops.sync.transfer import RemoteFiles, arrived, asked, drop_maps_command, read_command, remote_files, send
 from tridock.plan import Plan
 from tridock.progress import Bars, bars
 from tridock.remote import Host
@@ -99,7 +99,7 @@ def _bring(
     if not mine:
         return row
     bar = begin(f"look at {node}", None)
-    there = held(node, host, workspace, asked(mine))
+    there = remote_files(node, host, workspace, asked(mine))
     bar.end()
     missing = [file for file in mine if there.sha256.get(file.name) != file.sha256]
     row.sent, row.there = len(missing), len(mine) - len(missing)
@@ -112,7 +112,7 @@ def _bring(
     return row
 
 
-def _refuse(node: str, workspace: str, files: Sequence[DataFile], there: Held, sharing: Sharing) -> None:
+def _refuse(node: str, workspace: str, files: Sequence[DataFile], there: RemoteFiles, sharing: Sharing) -> None:
     """Raises before the first byte is sent if data cannot be written there or does not fit on the disk."""
     strange = [name for name in there.strange if name in {file.name for file in files}]
     problems = [
@@ -240,11 +240,11 @@ def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ..
     pool, mark = synced.pool, names[-1]
     with tempfile.TemporaryDirectory(prefix="tridock-maps-") as folder:
         wanted = [("any", name) for name in names]
-        listed = pool.each(lambda node, host: held(node, host, pool.workspaces[node], wanted), (head,))
+        listed = pool.each(lambda node, host: remote_files(node, host, pool.workspaces[node], wanted), (head,))
         if head not in listed:
             return ()
         files = [_file(name, listed[head], Path(folder)) for name in names]
-        there = pool.each(lambda node, host: held(node, host, pool.workspaces[node], asked(files)), others)
+        there = pool.each(lambda node, host: remote_files(node, host, pool.workspaces[node], asked(files)), others)
         missing = {node: _missing(files, it) for node, it in there.items()}
         # A different marker means maps of other data or another split, under names that may be needed later.
         stale = {node for node, some in missing.items() if mark in {file.name for file in some}}
@@ -264,11 +264,11 @@ def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ..
         return tuple(pool.each(bring, only=tuple(missing)))
 
 
-def _missing(files: Sequence[DataFile], there: Held) -> tuple[DataFile, ...]:
+def _missing(files: Sequence[DataFile], there: RemoteFiles) -> tuple[DataFile, ...]:
     return tuple(file for file in files if there.sha256.get(file.name) != file.sha256)
 
 
-def _file(name: str, listed: Held, folder: Path) -> DataFile:
+def _file(name: str, listed: RemoteFiles, folder: Path) -> DataFile:
     size, sha256 = listed.sizes.get(name, 0), listed.sha256.get(name, "")
     return DataFile(name, folder / posixpath.basename(name), posixpath.dirname(name), size, 0, sha256)
 

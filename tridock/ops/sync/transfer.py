@@ -68,7 +68,7 @@ _LIST: Final = (
     + 'f=1 "$work/known" f=2 "$work/wanted" f=3 "$work/stat"\n'
     # A part that another process writes is left alone.
     + "while IFS= read -r path; do\n  if flock -n \"$path\" true 2>/dev/null; then printf 'part\\t%s\\t%s\\n' "
-    + '"$(($(wc -c <"$path")))" "$path"; else printf \'held\\t%s\\n\' "$path"; fi\ndone <"$work/parts"\n'
+    + '"$(($(wc -c <"$path")))" "$path"; else printf \'busy\\t%s\\n\' "$path"; fi\ndone <"$work/parts"\n'
     + 'while IFS="$tab" read -r size stamp settled path; do\n'
     + '  sum=$(sha256sum <"$path"); sum=${sum%% *}; printf \'hash\\t%s\\t%s\\t%s\\n\' "$sum" "$size" "$path"\n'
     + '  [ "$settled" = 0 ] || printf \'%s\\t%s\\t%s\\t%s\\n\' "$sum" "$size" "$stamp" "$path" >>"$2" || true\n'
@@ -156,7 +156,7 @@ def list_command(workspace: str, wanted: list[tuple[str, str]]) -> Command:
 
     ``hash SHA256 SIZE PATH`` if it has that size (or the requested size is ``any``), ``size SIZE PATH`` if it has
     another, ``other PATH`` if it is not a file, and nothing if it is missing. For the size ``part``: ``part SIZE
-    PATH``, or ``held PATH`` while another process writes it.
+    PATH``, or ``busy PATH`` while another process writes it.
     """
     lines = "".join(f"{size}\t{path}\n" for size, path in wanted)
     return _script(_LIST, workspace, _cache(workspace), stdin=lines.encode(errors="surrogateescape"))
@@ -201,7 +201,7 @@ _CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RemoteFiles:
     """A host's state of some files, by name."""
 
     sha256: Mapping[str, str]
@@ -214,15 +214,15 @@ class Held:
     """Names that exist but are not files."""
 
 
-def held(node: str, host: Host, workspace: str, wanted: Iterable[tuple[str, str]]) -> Held:
+def remote_files(node: str, host: Host, workspace: str, wanted: Iterable[tuple[str, str]]) -> RemoteFiles:
     """Queries a host with pairs of size and name (see :func:`list_command`)."""
     done = replace(host.run(list_command(workspace, list(wanted))), command="look at its data").checked(node)
     # Not splitlines(): a name may contain Unicode line separators.
     lines = [line.split("\t") for line in done.stdout.decode(errors="surrogateescape").split("\n")]
-    return Held(
+    return RemoteFiles(
         sha256={fields[3]: fields[1] for fields in lines if fields[0] == "hash"},
         sizes={fields[-1]: int(fields[-2]) for fields in lines if fields[0] in ("hash", "part", "size")},
-        busy=frozenset(fields[1] for fields in lines if fields[0] == "held"),
+        busy=frozenset(fields[1] for fields in lines if fields[0] == "busy"),
         strange=tuple(fields[1] for fields in lines if fields[0] == "other"),
     )
 
@@ -242,14 +242,19 @@ def asked(files: Iterable[DataFile]) -> Iterator[tuple[str, str]]:
             yield "part", part_name(file)
 
 
-def arrived(file: DataFile, there: Held) -> int:
+def arrived(file: DataFile, there: RemoteFiles) -> int:
     """Returns the bytes of a file that are on the host in a part."""
     size = there.sizes.get(part_name(file), 0) if file.size >= SMALL else 0
     return size if size <= file.size else 0
 
 
 def send(
-    node: str, host: Host, workspace: str, files: Sequence[DataFile], there: Held, progress: Callable[[int], object]
+    node: str,
+    host: Host,
+    workspace: str,
+    files: Sequence[DataFile],
+    there: RemoteFiles,
+    progress: Callable[[int], object],
 ) -> None:
     """Sends the files; each appears atomically with verified content, a data set's index after its tokens."""
     names = {file.name for file in files}
@@ -292,7 +297,7 @@ def _send_large(
     workspace: str,
     file: DataFile,
     retire: str | None,
-    there: Held,
+    there: RemoteFiles,
     progress: Callable[[int], object],
 ) -> None:
     part, offset = part_name(file, there.busy), arrived(file, there)

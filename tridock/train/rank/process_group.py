@@ -217,11 +217,11 @@ def peak_memory_by_rank(ranks: Ranks) -> list[int]:
     A collective of eight bytes per rank.
     """
     if ranks.device.type == "cuda":
-        held = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated()
     else:
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peaks = torch.zeros(ranks.world_size, dtype=torch.int64, device=ranks.device)
-    peaks[ranks.rank] = held
+    peaks[ranks.rank] = peak
     dist.all_reduce(peaks)
     return [int(peak) for peak in peaks.tolist()]
 

@@ -85,8 +85,8 @@ def record_end(run_folder: Path, ranks: Ranks, iteration: int) -> None:
     peaks = process_group.peak_memory_by_rank(ranks)
     if ranks.first:
         device = process_group.device_name(ranks)
-        held = {"peak_memory_bytes": max(peaks), "peak_memory_by_rank": peaks}
-        append_event(run_folder, Event.RUN_FINISHED, iteration=iteration, device=device, **held)
+        memory = {"peak_memory_bytes": max(peaks), "peak_memory_by_rank": peaks}
+        append_event(run_folder, Event.RUN_FINISHED, iteration=iteration, device=device, **memory)
 
 
 def end(code: int, at_once: bool = False) -> None:

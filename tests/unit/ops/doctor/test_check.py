@@ -90,13 +90,13 @@ def test_one_node_that_does_not_answer_leaves_the_others(tmp_path: Path) -> None
     def ask(node: str, _: Any) -> str:
         if node == "host-2":
             raise ClusterError(
-                Problem(node, "did not finish within 20 s", "", "see what holds it up there, then try again")
+                Problem(node, "did not finish within 20 s", "", "see what delays it there, then try again")
             )
         return "well"
 
     assert ask_nodes(made, report, made.nodes, ask) == {"host-1": "well"}
     assert shown(report.findings) == [
-        "fail  host-2: did not finish within 20 s; see what holds it up there, then try again"
+        "fail  host-2: did not finish within 20 s; see what delays it there, then try again"
     ]
 
 

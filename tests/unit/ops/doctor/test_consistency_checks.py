@@ -29,9 +29,9 @@ def test_other_code() -> None:
     assert shown(consistency_checks.code_findings("--hosts lab", {"host-1": here, "host-2": here})) == []
     assert shown(consistency_checks.code_findings("--hosts lab", {"host-1": here, "host-2": there})) == [
         "fail  host-2: has different code in /opt/tridock than the head; got cccccccccccc, aaaaaaaaaaaa on host-1; "
-        "start its container anew: tridock down, then tridock up --hosts lab",
+        "recreate its container: tridock down, then tridock up --hosts lab",
         "fail  host-2: has different code in /opt/megatron-v1.1.5 than the head; got none, bbbbbbbbbbbb on host-1; "
-        "start its container anew: tridock down, then tridock up --hosts lab",
+        "recreate its container: tridock down, then tridock up --hosts lab",
     ]
 
 

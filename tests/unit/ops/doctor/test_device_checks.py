@@ -119,7 +119,7 @@ def test_an_unhealthy_gpu(tmp_path: Path) -> None:
         (
             {"error": "Failed to initialize NVML: Unknown Error"},
             "its container has lost its GPUs; got Failed to initialize NVML: Unknown Error; "
-            "start its container anew: tridock down, then tridock up",
+            "recreate its container: tridock down, then tridock up",
         ),
         (
             {"error": "Failed to initialize NVML: Driver/library version mismatch"},
@@ -208,7 +208,7 @@ def test_infiniband_that_is_there_and_unused(tmp_path: Path) -> None:
     off = node_report(infiniband=Infiniband(("mlx5_0",), usable=True), nccl_ib_disable="1")
     assert shown(device_findings(make_cluster(tmp_path), {"host-1": hidden, "host-2": off})) == [
         "warn  host-1: has InfiniBand devices that its container does not see; got mlx5_0, mlx5_1; "
-        "start its container anew: tridock down, then tridock up",
+        "recreate its container: tridock down, then tridock up",
         "warn  host-2: has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused; got mlx5_0; "
         "remove NCCL_IB_DISABLE from env in the settings",
     ]
@@ -217,7 +217,7 @@ def test_infiniband_that_is_there_and_unused(tmp_path: Path) -> None:
 NOT_READY = "CUDA error 802: system not yet initialized"
 NO_CUDA = (
     f"host-2: CUDA has no usable GPU in its container; got {NOT_READY}; "
-    "see that nvidia-smi works on the host, then start its container anew: tridock down, then tridock up"
+    "see that nvidia-smi works on the host, then recreate its container: tridock down, then tridock up"
 )
 
 

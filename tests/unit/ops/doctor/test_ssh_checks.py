@@ -130,7 +130,7 @@ def test_keys_that_are_not_known_can_be_given_again(text: str, tmp_path: Path) -
         (
             "Connection timed out during banner exchange",
             "what listens at 10.0.0.2 port 2222 says nothing; got {text}; "
-            "start its container anew: tridock down, then tridock up",
+            "recreate its container: tridock down, then tridock up",
         ),
         (
             "ssh: Could not resolve hostname host-2: Name or service not known",
@@ -149,7 +149,7 @@ def test_sshs_own_message_and_the_one_fix(text: str, expected: str, tmp_path: Pa
 
 def test_an_sshd_that_never_ends(tmp_path: Path) -> None:
     assert judge(tmp_path, code=None) == [
-        "fail  host-2: did not answer the head's ssh at 10.0.0.2 port 2222 in time; see what holds its sshd up"
+        "fail  host-2: did not answer the head's ssh at 10.0.0.2 port 2222 in time; see what delays its sshd"
     ]
 
 
@@ -157,5 +157,5 @@ def test_a_node_that_answers_and_whose_programs_fail(tmp_path: Path) -> None:
     text = "/opt/venv/bin/python: No module named tridock\n"
     assert judge(tmp_path, "tridock-node lab host-2\n", text, 1) == [
         "fail  host-2: its commands fail over ssh; got /opt/venv/bin/python: No module named tridock; "
-        "start its container anew: tridock down, then tridock up"
+        "recreate its container: tridock down, then tridock up"
     ]

@@ -16,7 +16,7 @@ from tridock.ops.image.archive import Archive, ImageParts, Piece, pieces_of, sha
 
 
 @pytest.mark.parametrize(
-    ("images", "held"),
+    ("images", "present"),
     [
         ([], 0),
         ([("b", "c")], 0),  # the same layers above another base are other layers
@@ -26,8 +26,8 @@ from tridock.ops.image.archive import Archive, ImageParts, Piece, pieces_of, sha
     ],
     ids=str,
 )
-def test_only_a_common_beginning_is_held(images: list[tuple[str, ...]], held: int) -> None:
-    assert shared_layers(("a", "b", "c"), images) == held
+def test_only_common_leading_layers_are_kept(images: list[tuple[str, ...]], present: int) -> None:
+    assert shared_layers(("a", "b", "c"), images) == present
 
 
 INLINE = 10_000
@@ -37,23 +37,23 @@ def content_of(archive: Archive) -> bytes:
     return b"".join(part if isinstance(part, bytes) else b"".join(part.chunks()) for part in archive.files.values())
 
 
-@pytest.mark.parametrize("held", [0, 1, 2, 3])
+@pytest.mark.parametrize("present", [0, 1, 2, 3])
 @pytest.mark.parametrize("inline", [0, 200, INLINE])
-def test_an_archive_has_the_layers_behind_those_held(parts: ImageParts, held: int, inline: int) -> None:
-    archive = parts.archive("lab", held, inline)
+def test_an_archive_has_the_layers_after_those_present(parts: ImageParts, present: int, inline: int) -> None:
+    archive = parts.archive("lab", present, inline)
     content = content_of(archive)
     files = [f"blobs/{digest.replace(':', '/')}" for digest in parts.layers]
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         read = {name: extracted.read() for name in tar.getnames() if (extracted := tar.extractfile(name))}
-    assert [name for name in read if name in files] == files[held:]
+    assert [name for name in read if name in files] == files[present:]
     (saved,) = json.loads(read["manifest.json"])
     assert (saved["Layers"], saved["RepoTags"]) == (files, ["lab:latest"])
     assert read[saved["Config"]] == parts.config
-    assert [gzip.decompress(read[name]) for name in files[held:]] == list(LAYERS[held:])
+    assert [gzip.decompress(read[name]) for name in files[present:]] == list(LAYERS[present:])
     (target,) = json.loads(read["index.json"])["manifests"]
     assert read[f"blobs/{target['digest'].replace(':', '/')}"] == parts.manifest
     assert target["annotations"] == {"io.containerd.image.name": "docker.io/library/lab:latest"}
-    assert (archive.size, archive.layers) == (len(content), 3 - held)
+    assert (archive.size, archive.layers) == (len(content), 3 - present)
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,9 @@ def test_where_no_host_reaches_another_each_gets_all_from_here_several_at_once()
 
 
 def test_what_an_interrupted_command_left_is_not_sent_again() -> None:
-    held = {"gpu-1": pieces(10), "gpu-2": ["piece-3"]}
-    lacking = {"gpu-1": [], "gpu-2": [p for p in pieces(10) if p != "piece-3"], "gpu-3": [*pieces(10), "own"]}
-    schedule = Schedule(lacking, held, names(3), 8)
+    present = {"gpu-1": pieces(10), "gpu-2": ["piece-3"]}
+    missing = {"gpu-1": [], "gpu-2": [p for p in pieces(10) if p != "piece-3"], "gpu-3": [*pieces(10), "own"]}
+    schedule = Schedule(missing, present, names(3), 8)
     run = simulate(schedule)
     assert run.sent[OPERATOR] == 1
     assert [len(schedule.has[host]) for host in names(3)] == [10, 10, 11]

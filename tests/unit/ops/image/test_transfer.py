@@ -35,10 +35,10 @@ def delivery(tmp_path: Path, docker: Callable[[str], None], monkeypatch: pytest.
     return Delivery("gpu-1", LocalHost(), f"{tmp_path}/lab/image/me", f"{tmp_path}/lab/images")
 
 
-def send(delivery: Delivery, parts: ImageParts, held: int = 0, inventory: Inventory | None = None) -> list[str]:
+def send(delivery: Delivery, parts: ImageParts, present: int = 0, inventory: Inventory | None = None) -> list[str]:
     """Brings the image as the operator's machine does alone; returns the pieces that were sent."""
-    inventory, archive = inventory or delivery.inventory(), parts.archive("lab", held, 0)
-    missing = archive.pieces.keys() - delivery.begin(archive, parts.unpacked_size(held), inventory)
+    inventory, archive = inventory or delivery.inventory(), parts.archive("lab", present, 0)
+    missing = archive.pieces.keys() - delivery.begin(archive, parts.unpacked_size(present), inventory)
     for name in missing:
         delivery.receive(archive.pieces[name], lambda _: None)
     delivery.load((*parts.ids, "sha256:here"), clear=True)
@@ -51,14 +51,15 @@ def content_of(archive: Archive) -> bytes:
 
 def test_a_host_without_images_lacks_everything(delivery: Delivery) -> None:
     inventory = delivery.inventory()
-    assert (inventory.images, inventory.whole, inventory.files, inventory.held(DIFF_IDS)) == ((), "", {}, 0)
+    assert (inventory.images, inventory.layers_refused, inventory.files) == ((), "", {})
+    assert inventory.present_layers(DIFF_IDS) == 0
     assert inventory.folder is not None
     assert inventory.folder[1] > 0
 
 
 def test_a_host_names_the_layers_that_it_has(delivery: Delivery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERS", f'["{DIFF_IDS[0]}","{DIFF_IDS[1]}","sha256:other"]')
-    assert delivery.inventory().held(DIFF_IDS) == 2
+    assert delivery.inventory().present_layers(DIFF_IDS) == 2
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_a_host_names_the_layers_that_it_has(delivery: Delivery, monkeypatch: py
 )
 def test_other_image_stores_get_the_whole_image(store: str, reason: str) -> None:
     inventory = parse_inventory(f'store {store}\nlayers ["{DIFF_IDS[0]}"]\n')
-    assert (inventory.whole, inventory.held(DIFF_IDS)) == (reason, 0)
+    assert (inventory.layers_refused, inventory.present_layers(DIFF_IDS)) == (reason, 0)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_dockers_since_23_take_zstd(version: str, takes: bool) -> None:
 
 
 def test_the_layers_that_are_missing_are_loaded(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
-    assert len(send(delivery, parts, held=1)) == 2
+    assert len(send(delivery, parts, present=1)) == 2
     assert (tmp_path / "loaded").read_bytes() == content_of(parts.archive("lab", 1, 0))
     assert not (tmp_path / "lab/image").exists()
     assert (tmp_path / "lab/images").read_text().split() == [*parts.ids, "sha256:here"]

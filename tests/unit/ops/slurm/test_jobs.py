@@ -93,7 +93,7 @@ def test_an_experiment_that_cannot_be_is_refused_before_slurm_is_asked(
     assert "sbatch" not in (tmp_path / "asked").read_text()
 
 
-def test_the_plan_is_held_against_the_nodes_gpus(slurm: Slurm, workspace: Path, answer: Answer) -> None:
+def test_the_plan_is_compared_with_the_nodes_gpus(slurm: Slurm, workspace: Path, answer: Answer) -> None:
     answer("sinfo", "gpu*|0/4/0/4|gpu:v100:2|190000|40|infinite|v100-16g")
     fields = ["model.num_layers=80", "model.hidden_size=8192", "model.num_attention_heads=64", "precision=fp16"]
     arguments = [word for field in fields for word in ("--set", field)]

@@ -63,7 +63,7 @@ def test_a_run_to_its_end(folder: Path, answer: Answer, capfd: pytest.CaptureFix
     assert events(folder, "job_started") == [{"job": "17", "nodes": ["n1"], "again": False}]
     capfd.readouterr()
     assert run(folder, "run_started") == 2
-    message = f"{RUN}: has already finished; got exit code 0; submit it anew, with train.load to train further\n"
+    message = f"{RUN}: has already finished; got exit code 0; submit it again, with train.load to train further\n"
     assert capfd.readouterr().err == message
     assert (folder / "exit_code").read_text() == "0\n"
 

@@ -1,4 +1,4 @@
-"""Commands that a host runs only as long as this process holds them, and a lock on a cluster's nodes made of one."""
+"""Commands that end when this process ends or loses its connection, and a lock on a cluster's nodes made of one."""
 
 import sys
 import threading
@@ -13,8 +13,8 @@ from tridock.ops.hosts.session import Session
 from tridock.remote import Host
 from tridock.remote.host import remedy_of
 
-HOLD: Final = "while timeout 60 sh -c 'read -r beat'; do :; done"
-"""The end of a held command's script: without keepalives from here it exits within a minute."""
+AWAIT_KEEPALIVES: Final = "while timeout 60 sh -c 'read -r beat'; do :; done"
+"""The end of an attached command's script: without keepalives from here it exits within a minute."""
 _KEEPALIVE_S: Final = 2.0
 _END_S: Final = 30.0
 
@@ -24,16 +24,16 @@ case $1 in '~'/*) lock=$HOME/${{1#*/}};; *) lock=$1;; esac
 mkdir -p -- "${{lock%/*}}" && exec 9>>"$lock" || exit 1
 if command -v flock >/dev/null 2>&1; then flock -n 9 || {{ echo waiting; flock 9; }}; fi
 echo locked
-{HOLD}
+{AWAIT_KEEPALIVES}
 """
 
 
-class HeldCommand:
-    """A command that ends in :data:`HOLD`, from its start to :meth:`release`, or to the end of this process."""
+class AttachedCommand:
+    """A command that ends in :data:`AWAIT_KEEPALIVES`; it runs until :meth:`release`, or the end of this process."""
 
     def __init__(self, host: Host, command: Command, fails: str, ended: Callable[[], object] = lambda: None) -> None:
-        """``fails`` is what is wrong where it ends by itself; ``ended`` is then called, in another thread, if it had
-        printed a line."""
+        """``fails`` is the problem to report if the command ends by itself. If it had printed a line, ``ended`` is then
+        called, in another thread."""
         self._host, self._command, self._fails, self._ended = host, command, fails, ended
         self._stop = threading.Event()
         self._lines: SimpleQueue[str | ClusterError] = SimpleQueue()
@@ -45,7 +45,7 @@ class HeldCommand:
         try:
             line = self._lines.get(timeout=timeout)
         except Empty:
-            todo = "see what holds it up there, then try again"
+            todo = "see what delays it there, then try again"
             raise ClusterError(Problem(self._host.name, self._fails, f"no answer within {timeout:g} s", todo)) from None
         if isinstance(line, ClusterError):
             raise line
@@ -93,12 +93,12 @@ def nodes_locked(session: Session) -> Iterator[None]:
     """Allows one command at a time, from any machine, to change a cluster's nodes. The head's host keeps the lock."""
     host = session.hosts[session.head]
     lock = Command.of("sh", "-c", _LOCK, "lock", session.transport.lock_file())
-    held = HeldCommand(host, lock, "the cluster's nodes cannot be locked")
+    command = AttachedCommand(host, lock, "the cluster's nodes cannot be locked")
     try:
-        if held.line() == "waiting":
+        if command.line() == "waiting":
             print(f"another command changes the nodes of {session.cluster.name}; waiting for it", file=sys.stderr)
-            held.line()
+            command.line()
             session.forget_states()
         yield
     finally:
-        held.end()
+        command.end()

@@ -1,4 +1,4 @@
-"""A command that is held ends with its holder, and one command at a time changes a cluster's nodes."""
+"""An attached command ends with the process that started it, and one command at a time changes a cluster's nodes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 
 from tridock.command import Command
 from tridock.errors import ClusterError
-from tridock.ops.hosts.held import HOLD, HeldCommand, nodes_locked
+from tridock.ops.hosts.attached import AWAIT_KEEPALIVES, AttachedCommand, nodes_locked
 from tridock.ops.hosts.session import Session
 from tridock.remote import LocalHost
 
 LOCKS = (
-    "import sys, time; from pathlib import Path; from tests.unit.ops.test_held import session; "
-    "from tridock.ops.hosts.held import nodes_locked\n"
+    "import sys, time; from pathlib import Path; from tests.unit.ops.test_attached import session; "
+    "from tridock.ops.hosts.attached import nodes_locked\n"
     "with nodes_locked(session(Path(sys.argv[1]))): print('locked', flush=True); time.sleep(600)"
 )
 
@@ -43,24 +43,24 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_held_command_ends_when_it_is_released(tmp_path: Path) -> None:
-    script = f"trap 'echo ended >{tmp_path}/end' EXIT; echo one; echo two; {HOLD}"
+def test_an_attached_command_ends_when_it_is_released(tmp_path: Path) -> None:
+    script = f"trap 'echo ended >{tmp_path}/end' EXIT; echo one; echo two; {AWAIT_KEEPALIVES}"
     ended: list[bool] = []
-    held = HeldCommand(LocalHost(), Command.of("sh", "-c", script), "it fails", lambda: ended.append(True))
-    assert [held.line(10), held.line(10)] == ["one", "two"]
+    attached = AttachedCommand(LocalHost(), Command.of("sh", "-c", script), "it fails", lambda: ended.append(True))
+    assert [attached.line(10), attached.line(10)] == ["one", "two"]
     assert not (tmp_path / "end").exists()
-    held.end()
+    attached.end()
     assert (tmp_path / "end").read_text() == "ended\n"
     assert ended == []
 
 
-def test_a_held_command_that_ends_by_itself_says_why() -> None:
+def test_an_attached_command_that_ends_by_itself_says_why() -> None:
     ended: list[bool] = []
     command = Command.of("sh", "-c", "echo one; echo no room >&2; exit 3")
-    held = HeldCommand(LocalHost("gpu-1"), command, "it fails", lambda: ended.append(True))
-    assert held.line(10) == "one"
+    attached = AttachedCommand(LocalHost("gpu-1"), command, "it fails", lambda: ended.append(True))
+    assert attached.line(10) == "one"
     with pytest.raises(ClusterError) as caught:
-        held.line(10)
+        attached.line(10)
     assert str(caught.value) == "gpu-1: it fails; got no room; fix that there, then try again"
     assert ended == [True]
 

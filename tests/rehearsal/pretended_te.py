@@ -6,6 +6,7 @@ dtype and device, also where the tensors are fake ones on a pretended GPU.
 
 from __future__ import annotations
 
+import enum
 import importlib
 import os
 import sys
@@ -55,8 +56,24 @@ def _take_fake_tensors_for_tensors() -> None:
     utils.get_attention_backend = chosen
 
 
+def _in_format(tensor: Tensor, quantizer: Any) -> Any:
+    """A tensor of this shape, in fp8 if the quantizer is one."""
+    if quantizer is None:
+        return torch.zeros_like(tensor)
+    return quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
 class Kernels(types.ModuleType):
     """The module of transformer-engine's kernels; what has no stand-in is a mock."""
+
+    FP8FwdTensors = enum.IntEnum(
+        "FP8FwdTensors",
+        [f"GEMM{number}_{name}" for number in (1, 2, 3) for name in ("INPUT", "WEIGHT", "OUTPUT")],
+        start=0,
+    )
+    FP8BwdTensors = enum.IntEnum(
+        "FP8BwdTensors", [f"GRAD_{name}{number}" for number in (1, 2, 3) for name in ("OUTPUT", "INPUT")], start=0
+    )
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":  # of `import *`
@@ -72,17 +89,33 @@ class Kernels(types.ModuleType):
         return 91700
 
     @staticmethod
-    def layernorm_fwd(x: Tensor, _weight: Tensor, _bias: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def get_cublasLt_version() -> int:  # noqa: N802  its name
+        return 130000
+
+    @staticmethod
+    def quantize(tensor: Tensor, quantizer: Any, out: Any = None, *_: Any) -> Any:
+        return _in_format(tensor, quantizer) if out is None else out
+
+    @staticmethod
+    def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+        return gradient.new_zeros(gradient.shape[-1]), _in_format(gradient, quantizer)
+
+    @staticmethod
+    def layernorm_fwd(
+        x: Tensor, _weight: Tensor, _bias: Tensor, _eps: float, _out: Any, quantizer: Any, *_: Any
+    ) -> tuple[Any, Tensor, Tensor]:
         rows = x.new_zeros(x.numel() // x.shape[-1], dtype=torch.float32)
-        return torch.zeros_like(x), rows, torch.zeros_like(rows)
+        return _in_format(x, quantizer), rows, torch.zeros_like(rows)
 
     @staticmethod
     def layernorm_bwd(gradient: Tensor, _x: Tensor, _mean: Tensor, _deviation: Tensor, weight: Tensor, *_: Any) -> Any:
         return torch.zeros_like(gradient), torch.zeros_like(weight), torch.zeros_like(weight)
 
     @staticmethod
-    def rmsnorm_fwd(x: Tensor, _weight: Tensor, *_: Any) -> tuple[Tensor, None, Tensor]:
-        return torch.zeros_like(x), None, x.new_zeros(x.numel() // x.shape[-1], dtype=torch.float32)
+    def rmsnorm_fwd(
+        x: Tensor, _weight: Tensor, _eps: float, _out: Any, quantizer: Any, *_: Any
+    ) -> tuple[Any, None, Tensor]:
+        return _in_format(x, quantizer), None, x.new_zeros(x.numel() // x.shape[-1], dtype=torch.float32)
 
     @staticmethod
     def rmsnorm_bwd(gradient: Tensor, _x: Tensor, _deviation: Tensor, weight: Tensor, *_: Any) -> Any:
@@ -96,7 +129,7 @@ class Kernels(types.ModuleType):
         _, _, bias, _, _, _, for_gradient, *_ = rest
         width = a.shape[0] if transposed_a else a.shape[-1]
         rows = [b.shape[-1]] if transposed_b else list(b.shape[:-1])
-        made = a.new_zeros(*rows, width) if out is None else out
+        made = torch.zeros(*rows, width, dtype=a.dtype, device=a.device) if out is None else out
         return made, (torch.zeros_like(bias) if for_gradient and bias is not None else None), None, None
 
     @staticmethod

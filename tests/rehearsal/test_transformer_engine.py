@@ -104,15 +104,19 @@ def test_a_checkpoint_has_the_names_and_shapes_of_one_without_it(on_gpu: Callabl
     """So it continues on an image without transformer-engine, and the other way round."""
     from tridock.train.megatron_core import model
 
+    names: list[set[str]] = []
+
     def weights() -> dict[str, Any]:
         with on_gpu(name) as (strategy, _, _batches):
             found = (it for _, part in strategy._named() for _, it in model.sharded_weights(part))
+            names.append({key for name, _ in strategy._named() for key in strategy._state(is_loading=True)[name]})
             return {f"{it.key} {it.global_offset}": (it.global_shape, it.local_shape, it.dtype) for it in found}
 
     with_it = weights()
     with mock.patch.object(model, "has_transformer_engine", return_value=False):
         assert with_it == weights()
     assert len(with_it) > 10
+    assert not any(name.endswith("_extra_state") for name in names[0] | names[1])
 
 
 @pytest.mark.parametrize("name", ["alone", "fp16", "distributed optimizer"])

@@ -155,7 +155,7 @@ class MegatronCore:
             checkpoint.before_load(optimizer)
         state = checkpoint.load(self._state(is_loading=True), folder)
         for name, model in self._named():
-            model.load_state_dict(state[name])
+            model.load_state_dict(state[name] | {key: _NO_STATE for key in model.state_dict() if _is_extra(key)})
         self.optimizer.load_state_dict(state["optimizer"])
         for optimizer in self.optimizer.chained_optimizers:
             checkpoint.after_load(optimizer)
@@ -173,9 +173,21 @@ class MegatronCore:
             "distrib_optim_sharding_type": "fully_reshardable",
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        state = {name: model.sharded_state_dict(metadata=metadata) for name, model in self._named()}
+        state: dict[str, Any] = {}
+        for name, model in self._named():
+            weights = model.sharded_state_dict(metadata=metadata)
+            state[name] = {key: weight for key, weight in weights.items() if not _is_extra(key)}
         state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         return state
+
+
+_NO_STATE: Final = torch.empty(0, dtype=torch.uint8)
+
+
+def _is_extra(key: str) -> bool:
+    """Returns whether it is the extra state of a layer, which checkpoints leave out. transformer-engine's has no
+    weight, is pickled, and is not the same for layers of megatron-core."""
+    return key.endswith("_extra_state")
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import make_data
+from tests.distributed.supervised import make as make  # a fixture of every module
 
 # The longest begin first, so that no worker is left with one at the end.
 FIRST = ("test_shared_models", "test_bench", "test_restart", "test_megatron_core", "test_triage", "test_several_nodes")

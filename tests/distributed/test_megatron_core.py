@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.distributed.megatron_core_runs import (
+    CHANGED,
+    CONTINUED,
+    DISTRIBUTED,
+    DROPOUT,
+    DROPPED,
+    ITERATIONS,
+    LAYOUTS,
+    LENGTH,
+    LLAMA_LAYOUTS,
+    MIXTRAL,
+    MIXTURE_LAYOUTS,
+    MIXTURES_CHANGED,
+    PP,
+    SHORT,
+    SOME,
+    SOME_LLAMA,
+    SOME_MIXTURES,
+    Runs,
+    experiment,
+    make_run,
+    start,
+    trained_together,
+)
 from tests.distributed.ranks import (
     ROOT,
-    Finished,
     Started,
     check_communication,
     events,
@@ -24,127 +44,12 @@ from tests.distributed.ranks import (
     run_several,
     thinned,
 )
-from tests.experiments import make_plan, with_fields
+from tests.experiments import make_plan
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
-from tridock.experiment import Experiment, dump_experiment, load_experiment
+from tridock.experiment import dump_experiment, load_experiment
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
-
-ITERATIONS = 20
-TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
-VPP, CP = "parallel.virtual_pipeline_model_parallel_size", "parallel.context_parallel_size"
-SP, DISTRIBUTED = "parallel.sequence_parallel", "parallel.use_distributed_optimizer"
-GRANULARITY, METHOD = "model.recompute_granularity", "model.recompute_method"
-GROUP = "model.recompute_num_layers"
-
-Layouts = Mapping[str, tuple[int, dict[str, Any]]]
-LAYOUTS: Layouts = {
-    "one": (1, {}),
-    "recompute-full": (1, {GRANULARITY: "full", METHOD: "uniform", GROUP: 2}),
-    "recompute-selective": (1, {GRANULARITY: "selective"}),
-    "dp2": (2, {}),
-    "dp2-distributed-optimizer": (2, {DISTRIBUTED: True}),
-    "tp2": (2, {TP: 2}),
-    "tp2-sp": (2, {TP: 2, SP: True}),
-    "pp2": (2, {PP: 2}),
-    "pp2-vpp2": (2, {PP: 2, VPP: 2, GRANULARITY: "full", METHOD: "block", GROUP: 1}),
-    "cp2": (2, {CP: 2}),
-    "tp2-pp2": (4, {TP: 2, PP: 2}),
-    "tp2-sp-cp2": (4, {TP: 2, SP: True, CP: 2, DISTRIBUTED: True}),
-    "pp2-dp2-neighbours": (4, {PP: 2, "parallel.use_tp_pp_dp_mapping": True}),
-    "pp2-vpp2-dp2": (4, {PP: 2, VPP: 2, DISTRIBUTED: True}),
-}
-# With each way to share a model out among them, and the checkpoints that continue on another layout.
-SOME = ("one", "dp2-distributed-optimizer", "tp2", "pp2-vpp2", "tp2-pp2", "tp2-sp-cp2")
-LLAMA = {
-    "model.num_query_groups": 2,
-    "model.ffn_hidden_size": 96,
-    "model.normalization": "RMSNorm",
-    "model.position_embedding_type": "rope",
-    "model.use_rope_scaling": True,
-    "model.swiglu": True,
-    "model.add_bias_linear": False,
-}
-QWEN3 = {
-    **LLAMA,
-    "model.kv_channels": 24,
-    "model.qk_layernorm": True,
-    "model.untie_embeddings_and_output_weights": True,
-}
-LLAMA_LAYOUTS: Layouts = {
-    name: (ranks, {**kind, **layout})
-    for kind_name, kind in (("llama", LLAMA), ("qwen3", QWEN3))
-    for name, (ranks, layout) in {
-        **{f"{kind_name}-{name}": LAYOUTS[name] for name in LAYOUTS if not name.startswith("recompute")},
-        f"{kind_name}-tp4": (4, {TP: 4}),  # two ranks have the same query group
-        f"{kind_name}-tp2-pp2-vpp2-dp2": (8, {TP: 2, SP: True, PP: 2, VPP: 2, DISTRIBUTED: True}),
-    }.items()
-}
-SOME_LLAMA = ("llama-one", "qwen3-one", "qwen3-tp2-sp", "llama-pp2-vpp2")
-EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
-MIXTRAL = {
-    **{name: value for name, value in LLAMA.items() if name != "model.use_rope_scaling"},
-    "model.num_moe_experts": 4,
-    "model.moe_aux_loss_coeff": 0.1,
-    "model.untie_embeddings_and_output_weights": True,
-    "train.save_interval": 5,
-}
-MIXTURE_LAYOUTS: Layouts = {
-    name: (ranks, {**MIXTRAL, **layout})
-    for name, (ranks, layout) in {
-        "one": (1, {}),
-        "recompute": (1, {GRANULARITY: "full", METHOD: "uniform", GROUP: 1}),
-        "dp2": (2, {}),
-        "ep2": (2, {EP: 2}),
-        "ep2-distributed-optimizer": (2, {EP: 2, DISTRIBUTED: True}),
-        "tp2-sp": (2, {TP: 2, SP: True}),
-        "tp2-sp-etp1": (2, {TP: 2, SP: True, ETP: 1, DISTRIBUTED: True}),
-        "tp2-sp-ep2": (2, {TP: 2, SP: True, EP: 2, ETP: 1}),
-        "pp2": (2, {PP: 2}),
-        "pp2-vpp2": (2, {PP: 2, VPP: 2}),
-        "cp2": (2, {CP: 2}),
-        "ep4": (4, {EP: 4}),
-        "ep2-dp2": (4, {EP: 2, DISTRIBUTED: True}),
-        "tp2-sp-ep2-dp2": (4, {TP: 2, SP: True, EP: 2, DISTRIBUTED: True}),
-        "etp2-dp2": (4, {EP: 2, ETP: 2}),
-        "pp2-ep2": (4, {PP: 2, EP: 2, DISTRIBUTED: True}),
-        "pp2-ep2-neighbours": (4, {PP: 2, TP: 2, SP: True, "parallel.use_tp_pp_dp_mapping": True}),
-        "cp2-ep4": (4, {CP: 2, EP: 4}),
-        "tp2-pp2-vpp2-ep2-dp2": (8, {TP: 2, SP: True, PP: 2, VPP: 2, EP: 2, DISTRIBUTED: True}),
-    }.items()
-}
-SOME_MIXTURES = ("one", "tp2-sp-etp1", "tp2-sp-ep2", "ep2-distributed-optimizer")
-MIXTURES_CHANGED: Mapping[str, tuple[str, int, dict[str, Any]]] = {
-    "ep2-distributed-optimizer to tp2-sp": ("ep2-distributed-optimizer", 2, {TP: 2, SP: True, DISTRIBUTED: True}),
-    "tp2-sp-ep2 to one": ("tp2-sp-ep2", 1, {}),
-    "one to pp2-ep2": ("one", 4, {PP: 2, EP: 2}),
-    "ep2-dp2 to ep4": ("ep2-dp2", 4, {EP: 4, DISTRIBUTED: True}),
-}
-SHORT: Layouts = {
-    "bf16": (1, {"precision": "bf16"}),
-    "fp16": (1, {"precision": "fp16", "fp16.initial_scale_power": 12}),
-    "fp16-overflow": (1, {"precision": "fp16", "fp16.initial_scale_power": 31, "fp16.hysteresis": 1}),
-}
-LENGTH = {"train.train_iters": 10, "optimizer.lr_decay_iters": 10, "train.eval_interval": 0}
-DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
-DROPPED: Layouts = {
-    "kept": (1, {}),
-    "full": (1, {GRANULARITY: "full", METHOD: "uniform", GROUP: 1}),
-    "selective": (1, {GRANULARITY: "selective"}),
-}
-CONTINUED: Layouts = {
-    "tp2-sp": (2, {TP: 2, SP: True}),
-    "pp2-vpp2": (2, {PP: 2, VPP: 2}),
-    "cp2-distributed-optimizer": (2, {CP: 2, DISTRIBUTED: True}),
-    "dp2-fp16": (2, {"precision": "fp16", DISTRIBUTED: True}),
-}
-CHANGED: Mapping[str, tuple[str, int, dict[str, Any]]] = {
-    "tp2 to pp2": ("tp2", 2, {PP: 2}),
-    "tp2-pp2 to dp2": ("tp2-pp2", 2, {}),
-    "one to pp2-vpp2": ("one", 2, {PP: 2, VPP: 2}),
-    "dp2-distributed-optimizer to tp2": ("dp2-distributed-optimizer", 2, {TP: 2, DISTRIBUTED: True}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -152,76 +57,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workspace")
     prepare_demo(folder / "data" / "demo", vocab_size=500, report=lambda _: None, corpus_bytes=1_000_000)
     return folder
-
-
-def experiment(**fields: Any) -> Experiment:
-    base: dict[str, Any] = {
-        "name": "small",
-        "engine": "megatron-core",
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "seq_length": 64,
-            # 500 tokens: 500 rows on one rank, 600 on two that share them out.
-            "make_vocab_size_divisible_by": 100,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-        },
-        "batch": {"micro_batch_size": 2, "global_batch_size": 8},
-        "data": {"data_path": "data/demo/stdlib_text_document", "split": "80,10,10"},
-        "optimizer": {"lr": 2e-3, "min_lr": 1e-4, "lr_warmup_iters": 3},
-        "precision": "fp32",
-        "train": {
-            "train_iters": ITERATIONS,
-            "log_interval": 1,
-            "eval_interval": 10,
-            "eval_iters": 2,
-            "save_interval": 6,
-            "tensorboard": False,
-        },
-    }
-    return with_fields(base, fields)
-
-
-def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path:
-    folder = workspace / "runs" / name.replace(" ", "-")
-    folder.mkdir(parents=True)
-    plan = make_plan(experiment(**fields), {"localhost": range(world_size)}, name)
-    (folder / "experiment.yaml").write_text(dump_experiment(experiment(**fields).resolved(plan.data_parallel_size)))
-    return folder
-
-
-def start(folder: Path, world_size: int, **env: str) -> Finished:
-    argv = ["-m", "tridock.train.megatron_core.pretrain_gpt", "--run-folder", str(folder)]
-    with Started(argv, folder, world_size, env, "megatron-core") as started:
-        return started.wait()
-
-
-Runs = Callable[[str], Path]
-
-
-def trained_together(
-    workspace: Path, prefix: str, layouts: Layouts, some: Collection[str] | None = None, **fields: Any
-) -> Runs:
-    """The run's folder of a layout; those of one world size are trained one after another when first asked for.
-
-    Layouts beyond ``some`` are those that only `make test-full` asks for.
-    """
-    default = layouts if some is None else some
-
-    @cache
-    def batch(world_size: int, full: bool) -> dict[str, Path]:
-        chosen = {
-            name: own for name, (ranks, own) in layouts.items() if ranks == world_size and full == (name not in default)
-        }
-        folders = {
-            name: make_run(workspace, f"{prefix}-{name}", world_size, **fields, **own) for name, own in chosen.items()
-        }
-        run_several(list(folders.values()), world_size)
-        return folders
-
-    return lambda name: batch(layouts[name][0], name not in default)[name]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The supervisor with ranks that train nothing: what it sees, what it ends, when it begins again."""
+"""The supervisor with ranks that train nothing: the failures that it detects, and the processes that it ends."""
 
 from __future__ import annotations
 
@@ -6,35 +6,26 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import ROOT, free_port, rank_environment, read_lines
-from tridock.contracts import heartbeat, run_folder
+from tests.distributed.ranks import free_port
+from tests.distributed.supervised import SCRIPT, STARTER, Make
+from tridock.contracts import run_folder
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import HeldLease, newest
 from tridock.contracts.run_state import exit_code_of, is_supervised
 from tridock.contracts.sinks import Tracker, find_python
-from tridock.contracts.supervision import Reach, Supervision
+from tridock.contracts.supervision import Reach
 from tridock.errors import RequestError
-from tridock.node.agent.processes import find_processes, stop_processes
+from tridock.node.agent.processes import find_processes
 from tridock.node.supervisor.process import start
-from tridock.node.supervisor.run_supervisor import RunSupervisor
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = "exec {python} {program} {folder} {ranks} {steps} {load}\n"
-STARTER = (
-    "exec {python} -m tridock.node start-ranks --nproc-per-node {ranks} --master-port 1 {program} {folder} rank 9999"
-)
 ENDED_S = 60.0
 POINTS = """
 import sys
@@ -43,110 +34,6 @@ found = EventAccumulator(sys.argv[1] + "/trackers/tensorboard", size_guidance={"
 found.Reload()
 print([event.step for event in found.Scalars("loss")])
 """
-
-
-@dataclass
-class Run:
-    """A run of steady ranks on this machine."""
-
-    folder: Path
-
-    @classmethod
-    def make(cls, workspace: Path, ranks: int = 2, steps: int = 10**6, script: str = SCRIPT, **fields: Any) -> Run:
-        folder = workspace / "runs" / run_folder.new_run_id("steady")
-        folder.mkdir(parents=True)
-        program = Path(__file__).with_name("steady.py")
-        for name, load in ((run_folder.LAUNCH_SCRIPT, ""), (run_folder.RESUME_SCRIPT, "load")):
-            values = {"ranks": ranks, "program": program, "python": sys.executable}
-            (folder / name).write_text(script.format(folder=folder, steps=steps, load=load, **values))
-        base = {"master_port": free_port(), "hang_timeout_s": 30.0, "checkpoints": f"{folder}/checkpoints"}
-        places = {"here": tuple(range(ranks)), **dict.fromkeys(fields.get("remote", ()), ())}
-        supervision = Supervision("here", places, **{"remote": (), **base, **fields})
-        (folder / run_folder.SUPERVISION).write_text(supervision.to_json())
-        return cls(folder)
-
-    def start(self) -> None:
-        arguments = [sys.executable, "-m", "tridock.node", "start", str(self.folder)]
-        subprocess.run(arguments, env=rank_environment(), cwd=ROOT, check=True, timeout=30)
-
-    def beat(self, rank: int) -> heartbeat.Heartbeat | None:
-        return heartbeat.read(self.folder, rank)
-
-    def train(self, beyond: int = 2, ranks: int = 2) -> None:
-        """Waits until every rank is further than that."""
-        self.until(
-            lambda: all((b := self.beat(n)) and b.phase == "train" and b.iteration > beyond for n in range(ranks))
-        )
-
-    def until(self, condition: Callable[[], object], seconds: float = 60.0) -> float:
-        """Waits; how long it took."""
-        began = time.monotonic()
-        while not condition():
-            assert time.monotonic() - began < seconds, (self.log(), self.events())
-            time.sleep(0.02)
-        return time.monotonic() - began
-
-    def signal(self, rank: int, number: int) -> None:
-        beat = self.beat(rank)
-        assert beat is not None
-        os.kill(beat.pid, number)
-
-    def ask(self, rank: int, word: str) -> None:
-        (self.folder / f"{rank}-{word}").touch()
-
-    def end(self, seconds: float = 30.0) -> int:
-        self.until(lambda: exit_code_of(self.folder) is not None, seconds)
-        code = exit_code_of(self.folder)
-        assert code is not None
-        assert find_processes(self.folder.name) == []
-        return code
-
-    def events(self, *names: str) -> list[dict[str, Any]]:
-        path = self.folder / run_folder.EVENTS
-        events = read_lines(path) if path.exists() else []
-        plain = [{name: value for name, value in event.items() if name != "time"} for event in events]
-        return [event for event in plain if not names or event["event"] in names]
-
-    def log(self) -> list[str]:
-        return (self.folder / run_folder.LAUNCHER_LOG).read_text().splitlines()
-
-    def said(self) -> list[str]:
-        return [line for line in self.log() if line.startswith("tridock: ")]
-
-    def stop(self) -> subprocess.CompletedProcess[str]:
-        workspace = str(self.folder.parents[1])
-        arguments = [sys.executable, "-m", "tridock.node", "stop", self.folder.name, "--workspace", workspace]
-        return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-
-    def others(self, verb: str) -> list[int]:
-        """The processes of ``tridock.node`` that are at work for this run."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                argv = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
-            except OSError:
-                continue
-            if b"tridock.node" in argv and verb.encode() in argv and str(self.folder).encode() in argv:
-                found.append(int(entry.name))
-        return found
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def made(**fields: Any) -> Run:
-        runs.append(Run.make(tmp_path, **fields))
-        return runs[-1]
-
-    yield made
-    for run in runs:
-        for pid in run.others("start"):
-            os.kill(pid, signal.SIGKILL)
-        stop_processes(run.folder.name, grace_s=0.0)
-
-
-Make = Callable[..., Run]
 
 
 # ---- deaths --------------------------------------------------------------------------------------
@@ -428,98 +315,3 @@ def test_a_second_run_beside_a_failing_one_notices_nothing(make: Make) -> None:
     assert {process.pid for process in find_processes(other.folder.name)} == before
     assert other.end() == 0
     assert other.events() == [{"event": "run_finished", "iteration": 200}]
-
-
-# ---- restarts ------------------------------------------------------------------------------------
-
-
-def test_a_run_continues_from_its_last_checkpoint_and_twice_at_most(make: Make) -> None:
-    run = make(max_restarts=2)
-    run.start()
-    run.train(beyond=13)
-    run.signal(1, signal.SIGKILL)
-    run.until(lambda: run.events("run_restarted"))
-    (event,) = run.events("run_restarted")
-    assert event["attempt"] == 1
-    assert event["iteration"] >= 10
-    assert event["reason"].startswith("rank 1 on here was ended by SIGKILL after iteration ")
-    run.train(beyond=event["iteration"])
-    run.ask(0, "exit7")
-    run.until(lambda: len(run.events("run_restarted")) == 2)
-    run.train()
-    run.signal(0, signal.SIGKILL)
-    assert run.end() == 4
-    assert run.events("not_restarted") == [
-        {"event": "not_restarted", "reason": "restarted 2 times, and restart.max is 2"}
-    ]
-    last = run.said()
-    assert last[1] == f"tridock: restart 1 of at most 2, from the checkpoint of iteration {event['iteration']}"
-    assert last[-1] == "tridock: not restarted: restarted 2 times, and restart.max is 2"
-
-
-def test_a_run_without_a_checkpoint_begins_anew(make: Make) -> None:
-    run = make(steps=150, max_restarts=1, checkpoints=None)
-    run.start()
-    run.train(beyond=1)
-    run.signal(1, signal.SIGKILL)
-    assert run.end() == 0
-    died, restarted, *_ = run.events()
-    log = (run.folder / run_folder.LAUNCHER_LOG).read_bytes()[restarted.pop("log_bytes") :]
-    assert log.startswith(b"tridock: restart 1 of at most 1, from the beginning\n")
-    assert restarted == {
-        "event": "run_restarted", "attempt": 1, "iteration": 0, "reason": f"rank 1 on here {died['reason']}",
-    }  # fmt: skip
-    assert run.said()[-1] == "tridock: restart 1 of at most 1, from the beginning"
-
-
-def test_a_checkpoint_from_before_the_run_is_not_its_own(make: Make, tmp_path: Path) -> None:
-    manifest = tmp_path / "iter_0000050" / "files.json"
-    run = make(steps=150, max_restarts=1, checkpoints=str(tmp_path))
-    manifest.parent.mkdir()
-    manifest.write_text("{}")
-    os.utime(manifest, (1e9, 1e9))
-    run.start()
-    run.train(beyond=1)
-    run.signal(1, signal.SIGKILL)
-    assert run.end() == 0
-    assert run.events("run_restarted")[0]["iteration"] == 0
-
-
-@pytest.mark.parametrize(
-    ("word", "reason"), [("fail2", "the request is wrong"), ("fail5", "every rank found the same")]
-)
-def test_what_would_fail_again_is_not_begun_again(make: Make, word: str, reason: str) -> None:
-    run = make(max_restarts=3)
-    run.start()
-    run.train()
-    run.ask(0, word)
-    assert run.end() == int(word[-1])
-    assert run.events("run_restarted", "not_restarted") == [{"event": "not_restarted", "reason": reason}]
-
-
-def test_a_restart_waits_for_the_port(make: Make) -> None:
-    run = make(steps=150, max_restarts=1)
-    port = Supervision.from_json((run.folder / run_folder.SUPERVISION).read_text()).master_port
-    with socket.create_server(("", port)):
-        run.start()
-        run.train()
-        run.signal(1, signal.SIGKILL)
-        run.until(lambda: run.events("rank_died"))
-        time.sleep(3.0)
-        assert run.events("run_restarted") == []
-    assert run.end() == 0
-    assert len(run.events("run_restarted")) == 1
-
-
-def test_a_port_that_stays_taken_is_named_with_its_holder(make: Make) -> None:
-    run = make(ranks=0)
-    supervision = Supervision.from_json((run.folder / run_folder.SUPERVISION).read_text())
-    lease = HeldLease.first(run.folder, "here", 0.0)
-    with (
-        socket.create_server(("", supervision.master_port)),
-        RunSupervisor(run.folder, supervision, lease) as supervisor,
-    ):
-        supervisor._agents.poll(0.0)
-        found = supervisor._obstacle()
-    name = Path("/proc/self/comm").read_text().strip()
-    assert found == f"port {supervision.master_port} is taken by {name} (pid {os.getpid()})"

@@ -8,50 +8,32 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.integration.rack import CLUSTER, UID, USER, WORKDIR, Rack, Up
+from tests.integration.rack import CLUSTER, UID, USER, WORKDIR, Up
+from tests.integration.rack_runs import (
+    HOSTS,
+    NODE,
+    RUNS,
+    SLEEP,
+    TINY,
+    Finished,
+    PausedRun,
+    lives,
+    metrics,
+    run_id_of,
+    secret_lines,
+    sleeping,
+    state_of,
+    tiny,
+)
 from tests.integration.registry import Registry
 from tests.integration.support import execute, succeed, wait_until
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.prune import prune
 
 pytestmark = pytest.mark.timeout(900)
-
-NODE = f"tridock-{CLUSTER}"
-RUNS = f"{WORKDIR}/workspace/runs"
-HOSTS = ("host-a", "host-b")
-TINY = ("--config", "configs/tiny.yaml")
-SLEEP = ("--", "sleep", "1000")
-"""A program where no rank has to train: torch takes seconds to import on each."""
-
-
-def sleeping(name: str) -> tuple[str, ...]:
-    return ("run", "--workdir", "hostfiles", "--detach", "--run-id-file", name)
-
-
-def tiny(**fields: object) -> list[str]:
-    changes = {name.replace("__", "."): value for name, value in fields.items()}
-    return [*TINY, *(word for name, value in changes.items() for word in ("--set", f"{name}={value}"))]
-
-
-def run_id_of(path: Path) -> str:
-    wait_until(path.exists, "the run has started", 120)
-    return path.read_text().strip()
-
-
-def state_of(rack: Rack, run_id: str) -> str:
-    line = next(line for line in rack.fab("status").stdout.splitlines() if run_id in line)
-    return line.split("│")[3].strip()
-
-
-def metrics(rack: Rack, run_id: str) -> list[dict[str, object]]:
-    text = rack["host-a"].execute(f"cat {RUNS}/{run_id}/metrics.jsonl").stdout
-    return [json.loads(line) for line in text.splitlines()]
-
 
 # ---- up ------------------------------------------------------------------------------------------
 
@@ -91,15 +73,6 @@ def test_every_node_reaches_every_node_without_a_password(rack_up: Up) -> None:
         for target in HOSTS:
             said = rack_up.rack.node(source, "ssh", target, "echo $TRIDOCK_NODE $OMP_NUM_THREADS $(id -u)")
             assert said == f"{target} 1 {UID}\n"
-
-
-def secret_lines(rack: Rack) -> list[str]:
-    """The lines of every private key of the cluster."""
-    keys = [path for path in (rack.project / ".tridock" / CLUSTER).rglob("*ed25519*") if path.suffix != ".pub"]
-    lines = [line for key in keys for line in key.read_text().splitlines() if not line.startswith("-----")]
-    assert len({*lines}) > 9
-    # The first lines of an OpenSSH key are the same in all of them.
-    return [line for line in {*lines} if not line.startswith("b3BlbnNzaC1rZXktdjEA")]
 
 
 def test_keys_are_the_operators_alone(rack_up: Up) -> None:
@@ -196,12 +169,6 @@ def test_what_a_registry_has_is_pulled_and_older_images_go_when_asked(rack_up: U
 # ---- a run, from launch to its folder at home ----------------------------------------------------
 
 
-@dataclass
-class Finished:
-    run_id: str
-    output: str
-
-
 @pytest.fixture(scope="module")
 def finished(rack_up: Up) -> Finished:
     """A short run, followed to its end; as it is by default, started by DeepSpeed's launcher."""
@@ -290,81 +257,64 @@ def test_a_run_that_fails_says_so_with_its_ranks_own_message(rack_up: Up) -> Non
     assert again.returncode == 4
 
 
-# ---- a run that is held in its middle, so that everything here happens while it continues ----------
-
-
-@dataclass
-class Held:
-    rack: Rack
-    run_id: str
-    terminal: str
-    exit_code: int
-
-    def release(self) -> None:
-        ranks = self.rack["host-b"].ranks(self.run_id)
-        assert ranks, "the held run has lost its rank"
-        self.rack["host-b"].signal("CONT", ranks)
+# ---- a run that is paused in its middle, so that all of this happens while it continues ----------
 
 
 @pytest.fixture(scope="module")
-def held(rack_up: Up) -> Iterator[Held]:
+def paused(rack_up: Up) -> Iterator[PausedRun]:
     """A run whose second rank is paused in mid-training: rank 0 waits for it. Its terminal was left with Ctrl-C."""
     rack = rack_up.rack
     arguments = tiny(train__train_iters=160, launch__hang_timeout=0)
-    with rack.attached("launch", *arguments, "--run-id-file", "held") as terminal:
-        run_id = run_id_of(rack.project / "held")
+    with rack.attached("launch", *arguments, "--run-id-file", "paused") as terminal:
+        run_id = run_id_of(rack.project / "paused")
         wait_until(lambda: rack["host-b"].ranks(run_id) != [], "its rank has started", 120)
         wait_until(lambda: len(metrics(rack, run_id)) > 0, "the first steps are done", 120)
         rack["host-b"].signal("STOP", rack["host-b"].ranks(run_id))
         assert state_of(rack, run_id) == "running"
         code = terminal.interrupt()
-        yield Held(rack, run_id, terminal.text(), code)
+        yield PausedRun(rack, run_id, terminal.text(), code)
     rack.fab("stop", "--run", run_id)
 
 
-def lives(held: Held) -> bool:
-    return all(host.ranks(held.run_id) for host in held.rack) and state_of(held.rack, held.run_id) == "running"
-
-
-def test_ctrl_c_detaches_and_says_how_to_come_back(held: Held) -> None:
-    assert held.exit_code == 130, held.terminal
-    assert held.terminal.endswith(
-        f"\ndetached: run {held.run_id} continues. "
-        f"Come back with: fab logs --hosts hostfiles/rack --run {held.run_id}\n"
-        f"Stop it with:   fab stop --hosts hostfiles/rack --run {held.run_id}\n"
+def test_ctrl_c_detaches_and_says_how_to_come_back(paused: PausedRun) -> None:
+    assert paused.exit_code == 130, paused.terminal
+    assert paused.terminal.endswith(
+        f"\ndetached: run {paused.run_id} continues. "
+        f"Come back with: fab logs --hosts hostfiles/rack --run {paused.run_id}\n"
+        f"Stop it with:   fab stop --hosts hostfiles/rack --run {paused.run_id}\n"
     )
-    assert lives(held)
+    assert lives(paused)
 
 
-def test_a_terminal_that_is_killed_does_not_take_the_run_along(held: Held) -> None:
-    with held.rack.attached("logs") as terminal:
+def test_a_terminal_that_is_killed_does_not_take_the_run_along(paused: PausedRun) -> None:
+    with paused.rack.attached("logs") as terminal:
         wait_until(lambda: "iteration" in terminal.text(), "the output comes")
         terminal.process.kill()
         terminal.process.wait()
-    assert lives(held)
+    assert lives(paused)
 
 
-def test_no_secret_shows_while_a_run_continues(held: Held) -> None:
-    shown = held.terminal
-    for host in held.rack:
+def test_no_secret_shows_while_a_run_continues(paused: PausedRun) -> None:
+    shown = paused.terminal
+    for host in paused.rack:
         shown += host.sh(f"docker inspect {NODE}; docker logs {NODE} 2>&1; ps -eww -o args; cat /var/log/sshd.log")
         shown += host.sh("cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'")
         shown += host.sh(f"find {RUNS} -type f -exec cat {{}} + | tr -cd '[:print:]\\n'")
     assert "AUTHORIZED_KEY=ssh-ed25519" in shown  # the look into the environments did find some
-    assert [line for line in secret_lines(held.rack) if line in shown] == []
+    assert [line for line in secret_lines(paused.rack) if line in shown] == []
     assert "PRIVATE KEY" not in shown
 
 
-def test_down_refuses_while_a_run_continues(held: Held) -> None:
-    done = held.rack.fab("down")
+def test_down_refuses_while_a_run_continues(paused: PausedRun) -> None:
+    done = paused.rack.fab("down")
     fate = "its node would be removed by tridock down while a run is active"
-    expected = [f"{name}: {fate}; got {held.run_id}; stop the run first: tridock stop" for name in HOSTS]
+    expected = [f"{name}: {fate}; got {paused.run_id}; stop the run first: tridock stop" for name in HOSTS]
     assert (done.returncode, done.stderr.splitlines()) == (2, expected)
-    assert lives(held)
+    assert lives(paused)
 
 
-def test_rotated_keys_replace_the_old_ones_while_a_run_continues(held: Held) -> None:
-    rack = held.rack
+def test_rotated_keys_replace_the_old_ones_while_a_run_continues(paused: PausedRun) -> None:
+    rack = paused.rack
     script = 'rm -rf /tmp/old && cp -r "$1" /tmp/old && chmod 700 /tmp/old && chown -R trainer /tmp/old'
     rack["host-a"].sh(script, f"{WORKDIR}/secrets/host-a")
     before = set(secret_lines(rack))
@@ -381,17 +331,17 @@ def test_rotated_keys_replace_the_old_ones_while_a_run_continues(held: Held) -> 
     changed = rack["host-a"].execute(pinned, user=USER)
     assert (changed.returncode, "Host key verification failed" in changed.stderr) == (255, True), changed.stderr
     rack["host-a"].sh("rm -rf /tmp/old")
-    assert lives(held)
+    assert lives(paused)
 
 
-def test_stopping_one_of_two_runs_leaves_the_other_alone(held: Held) -> None:
-    rack = held.rack
+def test_stopping_one_of_two_runs_leaves_the_other_alone(paused: PausedRun) -> None:
+    rack = paused.rack
     asked = sleeping("second")
     taken = rack.fab(*asked, *SLEEP)
     assert taken.returncode == 2
-    see = f"--queue; tridock logs --hosts hostfiles/rack --run {held.run_id}"
+    see = f"--queue; tridock logs --hosts hostfiles/rack --run {paused.run_id}"
     assert re.sub(r", until about .*? UTC \(iteration \d+ of \d+\)", "", taken.stderr) == (
-        f"{held.run_id}: is running on slots that this run would use; got host-a: 0, host-b: 0; wait for it ({see}), "
+        f"{paused.run_id}: is running on slots that this run would use; got host-a: 0, host-b: 0; wait for it ({see}), "
         "stop it (tridock stop), leave its slots out (--exclude), or give --share\n"
     )
     # It starts with the keys that were rotated in a moment ago.
@@ -403,21 +353,21 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(held: Held) -> None:
         f"Stop it with:   fab stop --hosts hostfiles/rack --run {second}",
     ]
     wait_until(lambda: all(host.processes(second, "^sleep ") for host in rack), "the second run runs", 120)
-    assert {state_of(rack, held.run_id), state_of(rack, second)} == {"running"}
+    assert {state_of(rack, paused.run_id), state_of(rack, second)} == {"running"}
     unclear = rack.fab("stop")
-    listed = f"{held.run_id}, {second}"
+    listed = f"{paused.run_id}, {second}"
     assert (unclear.returncode, unclear.stderr) == (
         2,
         f"--run: is required because several runs are active; got {listed}; name one of them\n",
     )
-    before = {host.name: set(host.processes(held.run_id)) for host in rack}
+    before = {host.name: set(host.processes(paused.run_id)) for host in rack}
     assert all(before.values())
 
     stopped = rack.fab("stop", "--run", second)
     assert (stopped.returncode, stopped.stdout) == (0, f"stopped {second} on host-a, host-b\n"), stopped.stderr
     assert [host.processes(second) for host in rack] == [[], []]
-    assert {host.name: set(host.processes(held.run_id)) for host in rack} == before
-    assert (state_of(rack, held.run_id), state_of(rack, second)) == ("running", "stopped")
+    assert {host.name: set(host.processes(paused.run_id)) for host in rack} == before
+    assert (state_of(rack, paused.run_id), state_of(rack, second)) == ("running", "stopped")
     shown = rack.fab("logs", "--run", second)
     assert (shown.returncode, shown.stderr) == (
         4,
@@ -425,14 +375,14 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(held: Held) -> None:
     )
 
 
-def test_logs_come_back_to_the_run_and_end_with_its_exit_code(held: Held) -> None:
-    with held.rack.attached("logs") as terminal:
+def test_logs_come_back_to_the_run_and_end_with_its_exit_code(paused: PausedRun) -> None:
+    with paused.rack.attached("logs") as terminal:
         wait_until(lambda: "iteration" in terminal.text(), "the output comes")
-        held.release()
+        paused.release()
         assert terminal.process.wait(timeout=200) == 0, terminal.text()
-    losses = [entry for entry in metrics(held.rack, held.run_id) if "split" not in entry]
+    losses = [entry for entry in metrics(paused.rack, paused.run_id) if "split" not in entry]
     assert len(losses) == 160
-    assert state_of(held.rack, held.run_id) == "done"
+    assert state_of(paused.rack, paused.run_id) == "done"
 
 
 # ---- some of the nodes, none of the nodes --------------------------------------------------------

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, make_dataclass
 import pytest
 
 from tridock.contracts.codec import UnknownFormError, decode, encode, form_digest
-from tridock.contracts.node_answers import Evidence, MeshAnswer, PortAnswer, Route, SshAnswer
+from tridock.contracts.mesh_answers import MeshAnswer, Route
+from tridock.contracts.node_answers import Evidence, PortAnswer, SshAnswer
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 

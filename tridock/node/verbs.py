@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tridock.contracts import environment, heartbeat, node_answers, run_folder, run_state
+from tridock.contracts import environment, heartbeat, mesh_answers, node_answers, run_folder, run_state
 from tridock.contracts.codec import encode
 from tridock.contracts.devices import VISIBLE, rank_devices
 from tridock.contracts.events import Cause, append_event
@@ -270,7 +270,7 @@ def node_report(arguments: argparse.Namespace) -> node_answers.QuickReport:
     return node_report(arguments.workspace, quick=arguments.quick, ssh_to=arguments.ssh_to)
 
 
-def mesh_probe(arguments: argparse.Namespace) -> dict[str, node_answers.MeshAnswer]:
+def mesh_probe(arguments: argparse.Namespace) -> dict[str, mesh_answers.MeshAnswer]:
     from tridock.node.probes.ssh_mesh_probe import probe_mesh
 
     return probe_mesh(dict(node.split("=", 1) for node in arguments.nodes), arguments.token)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, Final
 
-from tridock.contracts.node_answers import Interface
+from tridock.contracts.mesh_answers import Interface
 
 LOOPBACK: Final = "127.0.0.1"
 _TIMEOUT_S: Final = 5.0

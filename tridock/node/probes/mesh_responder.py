@@ -19,7 +19,7 @@ from typing import Final
 
 from tridock.contracts import environment, run_folder
 from tridock.contracts.codec import decode, encode
-from tridock.contracts.node_answers import (
+from tridock.contracts.mesh_answers import (
     ChosenInterface,
     Hello,
     Interface,

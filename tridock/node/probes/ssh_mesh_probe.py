@@ -12,17 +12,8 @@ from typing import Final, TypeVar
 
 from tridock.contracts import cluster_ssh
 from tridock.contracts.codec import decode, encode
-from tridock.contracts.node_answers import (
-    Clock,
-    Hello,
-    MeshAnswer,
-    MeshRequest,
-    Network,
-    Peer,
-    PeerProbe,
-    SshAnswer,
-    Time,
-)
+from tridock.contracts.mesh_answers import Clock, Hello, MeshAnswer, MeshRequest, Network, Peer, PeerProbe, Time
+from tridock.contracts.node_answers import SshAnswer
 from tridock.node.probes import mesh_responder
 
 _TIMEOUT_S: Final = 12.0

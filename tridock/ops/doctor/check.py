@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tridock.contracts.node_answers import PROTOCOL, HostKey, MeshAnswer, NodeReport, QuickReport
+from tridock.contracts.mesh_answers import MeshAnswer
+from tridock.contracts.node_answers import PROTOCOL, HostKey, NodeReport, QuickReport
 from tridock.errors import ClusterError, TridockError, count
 from tridock.experiment import Experiment
 from tridock.ops.doctor.allreduce import reduce_all

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from tridock.cluster.settings import Cluster
-from tridock.contracts.node_answers import Clock
+from tridock.contracts.mesh_answers import Clock
 from tridock.contracts.run_folder import CODE, MEGATRON
 from tridock.errors import Problem
 from tridock.ops.doctor.finding import UP, Finding, Reports, fail, warn

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tridock.contracts.node_answers import MeshAnswer, NodeReport
+from tridock.contracts.mesh_answers import MeshAnswer
+from tridock.contracts.node_answers import NodeReport
 from tridock.errors import Problem
 from tridock.ops.hosts.session import Session
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from tridock.cluster.settings import Cluster
-from tridock.contracts.node_answers import Network, PeerProbe
+from tridock.contracts.mesh_answers import Network, PeerProbe
 from tridock.errors import Problem
 from tridock.ops.doctor.finding import Finding, Mesh, fail, warn
 

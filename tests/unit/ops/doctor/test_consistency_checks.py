@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.ops.doctor.lab import make_cluster, node_report, shown
-from tridock.contracts.node_answers import Clock, Code
+from tridock.contracts.mesh_answers import Clock
+from tridock.contracts.node_answers import Code
 from tridock.ops.doctor import consistency_checks
 
 IMAGE, OTHER = f"sha256:{'1' * 64}", f"sha256:{'2' * 64}"

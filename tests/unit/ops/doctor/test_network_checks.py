@@ -12,7 +12,7 @@ import pytest
 from tests.unit.ops.doctor.lab import make_cluster, shown
 from tridock.cluster.settings import Cluster
 from tridock.contracts.codec import decode
-from tridock.contracts.node_answers import MeshAnswer
+from tridock.contracts.mesh_answers import MeshAnswer
 from tridock.ops.doctor.network_checks import network_findings
 
 

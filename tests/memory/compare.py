@@ -81,7 +81,10 @@ def _figures(name: str, memory: StageMemory, rank: Mapping[str, Any]) -> Iterato
     for what, value in zip(STATES, lasting, strict=True):
         yield Compared(name, memory.stage, what, terms.get(what, 0), value)
     passing = memory.total_bytes - sum(terms.get(what, 0) for what in STATES)
-    yield Compared(name, memory.stage, "step", passing, rank["step_peak"] + bucket)
+    # What torch's pipelines keep between steps, their buffers, is a part of the step in the plan.
+    buffers = rank["live_before_step"] - lasting[0] - sum(rank["gradients"].values()) - lasting[2]
+    seen = rank["step_peak"] + bucket + (buffers if name.startswith("torch-") else 0)
+    yield Compared(name, memory.stage, "step", passing, seen)
 
 
 def _is_hidden(key: str) -> bool:

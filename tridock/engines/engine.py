@@ -144,7 +144,15 @@ class Engine(ABC):
         sizes = self.sizes(experiment, device)
         sizes = with_scores(experiment, sizes) if attention == "unfused" else sizes
         head = self.head_bytes(experiment, sizes, in_flight(experiment, stage, accumulation))
-        return activation_terms(experiment, stage, accumulation, sizes, head)
+        messages = self.message_bytes(experiment, stage, accumulation, sizes)
+        return activation_terms(experiment, stage, accumulation, sizes, head, messages)
+
+    def message_bytes(self, experiment: Experiment, stage: int, accumulation: int, sizes: Sizes) -> float:
+        """Returns the bytes of a stage's inputs and outputs that its layers do not keep. On a GPU an output is freed
+        once it is sent; a CPU rank keeps those in flight."""
+        last = stage == experiment.parallel.pipeline_model_parallel_size - 1
+        count = in_flight(experiment, stage, accumulation) - last if sizes.device == "cpu" else 2
+        return count * sizes.between
 
     def accumulated_gradients(
         self, _experiment: Experiment, _stage: int, shape: Shape, states: States, _device: Device, _activations: int

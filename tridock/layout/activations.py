@@ -75,8 +75,11 @@ class Sizes:
     """Weights gathered for the layer that is computing."""
 
 
-def activation_terms(experiment: Experiment, stage: int, accumulation: int, sizes: Sizes, head: float) -> list[Term]:
-    """Returns the terms of one rank of a stage. ``head``: bytes of the output layer and the loss, on the last stage."""
+def activation_terms(
+    experiment: Experiment, stage: int, accumulation: int, sizes: Sizes, head: float, messages: float
+) -> list[Term]:
+    """Returns the terms of one rank of a stage. ``head``: bytes of the output layer and the loss, on the last stage.
+    ``messages``: bytes of a stage's inputs and outputs that its layers do not keep."""
     layers, stages = layers_of_stage(experiment, stage), experiment.parallel.pipeline_model_parallel_size
     virtual = experiment.parallel.virtual_pipeline_model_parallel_size
     again, passes_in_flight = recomputed_layers(experiment, layers), in_flight(experiment, stage, accumulation)
@@ -89,9 +92,7 @@ def activation_terms(experiment: Experiment, stage: int, accumulation: int, size
         held = (sizes.tokens * _TOKEN_BYTES + sizes.dropout) * min(passes_in_flight, accumulation)
         terms.append(Term("embedding", round(held), "tokens and dropout, each micro batch in flight"))
     if stages > 1:
-        # On a GPU megatron-core frees an output once it is sent; outputs in flight remain.
-        count = (passes_in_flight - 1 if last else passes_in_flight) if sizes.device == "cpu" else 2
-        terms.append(Term("stage inputs and outputs", round(count * sizes.between), "hidden states on their way"))
+        terms.append(Term("stage inputs and outputs", round(messages), "hidden states on their way"))
     head = head if last else 0.0
     # The backward pass reaches recomputed layers after the layers that were kept: those are freed by then.
     inside = max(backward_bytes(experiment, sizes, 0), backward_bytes(experiment, sizes, again) - kept_layers / virtual)

@@ -9,7 +9,6 @@ WITHIN = 0.03
 ATTENTION = "the CPU's attention works in fp32 in its backward pass where it has a mask or dropout"
 HIDDEN = "a few hidden states more or less, of which a stage of two narrow layers has few"
 LAST = "the gradients of layers whose backward pass is yet to come are not there, and weigh as much as activations"
-TABLE = "the token table's gradient beside those of a layer's backward pass, of which two layers have much"
 KNOWN = {
     "megatron-deepspeed-pp2-zero0-fp32": (0.055, HIDDEN),
     "megatron-deepspeed-tp2-checkpointed": (0.045, HIDDEN),
@@ -17,15 +16,12 @@ KNOWN = {
     "megatron-deepspeed-ddp-dp1-checkpointed2": (0.23, LAST),
     "megatron-core-cp2-full2": (0.11, ATTENTION),
     "megatron-core-one-full1-dropout": (0.08, ATTENTION),
-    "torch-pp2-bf16-checkpointed": (0.045, HIDDEN),
-    "torch-pp2-vpp2-fp32": (0.04, HIDDEN),
-    "torch-pp2-vpp2-bf16": (0.04, HIDDEN),
-    "torch-pp4-fp32": (0.05, HIDDEN),
-    "torch-pp4-bf16": (0.045, HIDDEN),
-    "torch-tp2-pp2-bf16-larger": (0.035, HIDDEN),
-    "torch-pp2-fsdp2-bf16-larger": (0.04, HIDDEN),
-    "torch-pp2-fsdp2-bf16-wide": (0.035, HIDDEN),
-    "torch-fsdp2-fp32-wide-once": (0.055, TABLE),
+    "torch-pp4-fp32": (0.04, HIDDEN),
+    "torch-pp4-bf16": (0.04, HIDDEN),
+    "torch-pp2-vpp2-bf16-larger": (0.04, HIDDEN),
+    "torch-tp2-pp2-bf16-larger": (0.045, HIDDEN),
+    "torch-pp2-fsdp2-bf16-larger": (0.045, HIDDEN),
+    "torch-pp2-fsdp2-bf16-wide": (0.04, HIDDEN),
     "torch-tp2-bf16-qwen": (0.035, HIDDEN),
 }
 

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as pipelining
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
@@ -213,6 +214,13 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
     return module
 
 
+def _forget_meshes() -> None:
+    """torch keeps what it found of DTensors by their meshes, which are equal for all ranks; their groups are not."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
+        clear()
+
+
 @contextmanager
 def pretended_gpu(
     world_size: int = 1, rank: int = 0, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
@@ -272,6 +280,7 @@ def pretended_gpu(
         stack.callback(library.pretend, False)
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         stack.callback(dist.destroy_process_group)
+        stack.callback(_forget_meshes)
         yield Ranks(rank, 0, world_size, GPU), mode
 
 

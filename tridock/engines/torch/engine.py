@@ -19,6 +19,7 @@ from tridock.layout.shape import (
     Shape,
     States,
     Term,
+    in_flight,
     layer_parameters,
     layers_of_stage,
     recomputed_layers,
@@ -103,6 +104,17 @@ class Torch(Engine):
                 Term("copies of weights", copies, "autocast's, in the short format, kept for the backward pass")
             )
         return terms
+
+    def message_bytes(self, experiment: Experiment, stage: int, accumulation: int, sizes: Sizes) -> float:
+        """Torch's stages have a buffer for each micro-batch that they receive, and for each gradient, from the first
+        step on (``torch.distributed.pipelining.stage``). Layers keep the inputs in flight; outputs in flight stay.
+        The gradient that a backward pass begins with lies in its buffer."""
+        parallel = experiment.parallel
+        last, virtual = parallel.pipeline_model_parallel_size - 1, parallel.virtual_pipeline_model_parallel_size
+        inputs, outputs = virtual - (stage == 0), virtual - (stage == last)
+        passes_in_flight = in_flight(experiment, stage, accumulation)
+        kept = passes_in_flight * (inputs - outputs) / virtual
+        return (accumulation * (inputs + outputs) - kept - (stage != last)) * sizes.between
 
     def accumulated_gradients(
         self, experiment: Experiment, stage: int, shape: Shape, states: States, device: Device, activations: int

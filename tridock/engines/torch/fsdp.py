@@ -11,7 +11,15 @@ from typing import Final
 
 from tridock.experiment import Experiment
 from tridock.layout.activations import Sizes, backward_bytes, kept_bytes
-from tridock.layout.shape import FORMAT_BYTES, Parameters, Shape, in_flight, layer_parameters, layers_of_stage
+from tridock.layout.shape import (
+    FORMAT_BYTES,
+    Parameters,
+    Shape,
+    in_flight,
+    layer_parameters,
+    layers_of_stage,
+    recomputed_layers,
+)
 
 _SUM_BYTES: Final = 4
 
@@ -80,6 +88,7 @@ def scattered(experiment: Experiment, stage: int, shape: Shape, weights: Paramet
     shards = shards_of(experiment, shape.data)
     layers, kept = layers_of_stage(experiment, stage), kept_bytes(experiment, stage, sizes)
     small = 4 * sizes.between + 3 * sizes.heads
+    at_work = backward_bytes(experiment, sizes, recomputed_layers(experiment, layers)) - sizes.gathered
     most = 0.0
     for done in {1, min(2, layers), layers}:  # layers done, including the current one
         before = _SUM_BYTES * layer if done > 1 else 0
@@ -93,9 +102,15 @@ def scattered(experiment: Experiment, stage: int, shape: Shape, weights: Paramet
         held = kept * (layers - done) / layers + before + ahead + sums + _SUM_BYTES * layer * done / shards
         held += max(0.0, scattered_before - _SUM_BYTES * layer * (done - 1) / shards)
         complete = held - _SUM_BYTES * layer / shards + short * layer * (2 if single else 1) + small
+        # When a later layer begins, the one before is being scattered and the next one is gathered.
+        begun = (
+            held - _SUM_BYTES * layer / shards + kept / layers + short * layer + at_work
+            if done > 1 and shards > 1
+            else 0.0
+        )
         sent = held + _SUM_BYTES * layer - (0 if single else _SUM_BYTES * layer)
         sent += _SUM_BYTES * layer - before if sizes.device == "cpu" else 0  # Gloo sends a copy of them
-        most = max(most, complete, sent)
+        most = max(most, begun, complete, sent)
         if done == layers and (tensor := experiment.parallel.tensor_model_parallel_size) > 1:
             # The table's gradient comes last: of all rows, of this rank's, and the sum over both uses of the table.
             most = max(most, held + short * weights.embedding * (tensor + 2))

@@ -71,6 +71,8 @@ class Gpu:
     """Bandwidth of its own memory in GB/s, reading or writing."""
     link_gb_s: float | None = None
     """Bandwidth to the other GPUs of its node in GB/s, one direction: NVLink, or PCIe on GPUs without NVLink."""
+    tflops_8: float | None = None
+    """Dense TFLOP/s of fp8 matrix products, accumulated in fp32; None below compute capability 8.9, without fp8."""
     bf16: bool = True
     """Supported from compute capability 8.0."""
     kernels: Kernels = _AMPERE
@@ -93,20 +95,46 @@ class Gpu:
 
 # More specific names come first, because `of_device` takes the first match.
 _TABLE: Final = (
-    Gpu("b200", 183359, 2250.0, 75.0, 8000.0, 900.0, kernels=_BLACKWELL, network=_DGX_H100, watts=1000, device="B200"),
-    Gpu("h200", 143771, 989.4, 66.9, 4800.0, 450.0, kernels=_HOPPER, network=_DGX_H100, watts=700, device="H200"),
-    Gpu("gh200-96gb", 97871, 989.4, 66.9, 4000.0, 450.0, kernels=_HOPPER, network=_DGX_H100, device="GH200"),
-    Gpu("h100-pcie", 81559, 756.0, 51.2, 2000.0, 64.0, kernels=_HOPPER, watts=350, device="H100 PCIe"),
-    Gpu("h100-nvl", 95830, 835.0, 60.0, 3900.0, 300.0, kernels=_HOPPER, watts=400, device="H100 NVL"),
-    Gpu("h100-80gb", 81559, 989.4, 66.9, 3350.0, 450.0, kernels=_HOPPER, network=_DGX_H100, watts=700, device="H100"),
+    Gpu(
+        "b200",
+        183359,
+        2250.0,
+        75.0,
+        8000.0,
+        900.0,
+        4500.0,
+        kernels=_BLACKWELL,
+        network=_DGX_H100,
+        watts=1000,
+        device="B200",
+    ),
+    Gpu(
+        "h200", 143771, 989.4, 66.9, 4800.0, 450.0, 1978.9, kernels=_HOPPER, network=_DGX_H100, watts=700, device="H200"
+    ),
+    Gpu("gh200-96gb", 97871, 989.4, 66.9, 4000.0, 450.0, 1978.9, kernels=_HOPPER, network=_DGX_H100, device="GH200"),
+    Gpu("h100-pcie", 81559, 756.0, 51.2, 2000.0, 64.0, 1513.0, kernels=_HOPPER, watts=350, device="H100 PCIe"),
+    Gpu("h100-nvl", 95830, 835.0, 60.0, 3900.0, 300.0, 1670.5, kernels=_HOPPER, watts=400, device="H100 NVL"),
+    Gpu(
+        "h100-80gb",
+        81559,
+        989.4,
+        66.9,
+        3350.0,
+        450.0,
+        1978.9,
+        kernels=_HOPPER,
+        network=_DGX_H100,
+        watts=700,
+        device="H100",
+    ),
     Gpu("a100-pcie", 81920, 312.0, 19.5, 1935.0, 32.0, kernels=_A100_PCIE, watts=300, device="A100 80GB PCIe"),
     Gpu("a100-40gb", 40960, 312.0, 19.5, 1555.0, 300.0, kernels=_A100, network=_DGX_A100, watts=400, device="A100"),
     Gpu("a100-80gb", 81920, 312.0, 19.5, 2039.0, 300.0, kernels=_A100, network=_DGX_A100, watts=400, device="A100"),
     Gpu("a6000", 49140, 154.8, 38.7, 768.0, 32.0, kernels=_AMPERE, watts=300, device="RTX A6000"),
     Gpu("a10", 23028, 125.0, 31.2, 600.0, 32.0, kernels=_AMPERE, watts=150, device="A10"),
-    Gpu("l40s", 46068, 362.0, 91.6, 864.0, 32.0, kernels=_ADA, watts=350, device="L40S"),
-    Gpu("l4", 23034, 121.0, 30.3, 300.0, 32.0, kernels=_ADA, watts=72, device="L4"),
-    Gpu("rtx-4090", 24564, 165.2, 82.6, 1008.0, 32.0, kernels=_ADA, watts=450, device="RTX 4090"),
+    Gpu("l40s", 46068, 362.0, 91.6, 864.0, 32.0, 733.0, kernels=_ADA, watts=350, device="L40S"),
+    Gpu("l4", 23034, 121.0, 30.3, 300.0, 32.0, 242.5, kernels=_ADA, watts=72, device="L4"),
+    Gpu("rtx-4090", 24564, 165.2, 82.6, 1008.0, 32.0, 330.3, kernels=_ADA, watts=450, device="RTX 4090"),
     Gpu("rtx-3090", 24576, 71.0, 35.6, 936.0, 32.0, kernels=_AMPERE, watts=350, device="RTX 3090"),
     Gpu("v100-16gb", 16160, 125.0, 15.7, 900.0, 150.0, bf16=False, kernels=_VOLTA, watts=300, device="V100"),
     Gpu("v100-32gb", 32510, 125.0, 15.7, 900.0, 150.0, bf16=False, kernels=_VOLTA, watts=300, device="V100"),

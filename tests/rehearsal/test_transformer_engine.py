@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.rehearsal.pretended_te import VERSION, import_transformer_engine
+from tests.rehearsal.pretended_te import VERSION, Kernels, import_transformer_engine
 from tests.unit.train import pretended_gpu
 from tests.unit.train.experiments import experiment
 from tests.unit.train.pretended_gpu import GPU, REASON, LiveBytes, Transfers
@@ -28,6 +29,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # megatron-core's, of what is missing
 ]
 ROOT = Path(__file__).parents[2]
+ALIGNED = {"model.hidden_size": 64, "model.seq_length": 64, "model.num_attention_heads": 4}
+SEQUENCE = {
+    "parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True,
+    "parallel.pipeline_model_parallel_size": 2, "parallel.use_distributed_optimizer": True,
+}  # fmt: skip
 MIXTURE = {
     "model.num_moe_experts": 4,
     "model.add_bias_linear": False,
@@ -51,6 +57,9 @@ def on_gpu() -> Callable[..., Any]:
 
     layouts.CASES |= {
         "mixture": (MIXTURE, 2, 1),
+        "fp8": ({"model.fp8": "hybrid"} | ALIGNED, 2, 1),
+        "aligned": (ALIGNED, 2, 1),
+        "fp8 on every axis": ({"model.fp8": "e4m3"} | ALIGNED | SEQUENCE | layouts.FULL, 8, 3),
         "local": ({"model.transformer_impl": "local"}, 1, 0),
         "chosen": ({"model.transformer_impl": "transformer_engine"}, 1, 0),
         "chosen, fp32": ({"model.transformer_impl": "transformer_engine", "precision": "fp32"}, 1, 0),
@@ -70,7 +79,7 @@ def modules(strategy: Any) -> set[str]:
     return {type(it).__name__ for chunk in strategy.chunks for it in chunk.modules()}
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "chosen"])
+@pytest.mark.parametrize("name", [*LAYOUTS, "chosen", "fp8", "fp8 on every axis"])
 def test_a_step_reads_the_norm_of_the_gradient_and_nothing_else(on_gpu: Callable[..., Any], name: str) -> None:
     with on_gpu(name) as (strategy, _, batches):
         assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= modules(strategy)
@@ -99,27 +108,43 @@ def test_it_is_refused_where_it_has_no_fused_attention(on_gpu: Callable[..., Any
         pass
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "mixture"])
+def test_matrices_of_fp8_are_quantized_once_a_step(on_gpu: Callable[..., Any]) -> None:
+    """Also after the first step, whose weights are others; inputs and gradients are at each micro-batch."""
+    kernels: Any = sys.modules["transformer_engine_torch"]
+    with on_gpu("fp8") as (strategy, _, batches):
+        shapes = [tuple(it.shape) for name, it in strategy.chunks[0].named_parameters() if ".linear_" in name]
+        matrices = Counter(shape for shape in shapes if len(shape) == 2)
+        for _ in range(2):
+            with mock.patch.object(Kernels, "quantize", wraps=Kernels.quantize) as quantize:
+                assert kernels.quantize is quantize
+                strategy.step(batches, 0.1)
+            quantized = Counter(tuple(call.args[0].shape) for call in quantize.call_args_list)
+            assert len(batches) == 2
+            assert {shape: quantized[shape] for shape in matrices} == matrices
+            assert sum(quantized.values()) > 3 * len(batches) * sum(matrices.values()) / 2
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "fp8", "mixture"])
 def test_a_checkpoint_has_the_names_and_shapes_of_one_without_it(on_gpu: Callable[..., Any], name: str) -> None:
     """So it continues on an image without transformer-engine, and the other way round."""
     from tridock.train.megatron_core import model
 
     names: list[set[str]] = []
 
-    def weights() -> dict[str, Any]:
+    def weights(name: str) -> dict[str, Any]:
         with on_gpu(name) as (strategy, _, _batches):
             found = (it for _, part in strategy._named() for _, it in model.sharded_weights(part))
             names.append({key for name, _ in strategy._named() for key in strategy._state(is_loading=True)[name]})
             return {f"{it.key} {it.global_offset}": (it.global_shape, it.local_shape, it.dtype) for it in found}
 
-    with_it = weights()
+    with_it = weights(name)
     with mock.patch.object(model, "has_transformer_engine", return_value=False):
-        assert with_it == weights()
+        assert with_it == weights("aligned" if name == "fp8" else name)
     assert len(with_it) > 10
     assert not any(name.endswith("_extra_state") for name in names[0] | names[1])
 
 
-@pytest.mark.parametrize("name", ["alone", "fp16", "distributed optimizer"])
+@pytest.mark.parametrize("name", ["alone", "fp16", "distributed optimizer", "fp8"])
 def test_its_adam_resumes(on_gpu: Callable[..., Any], name: str) -> None:
     from tests.unit.train.test_megatron_core_on_a_gpu import kinds
     from tridock.train.megatron_core import checkpoint
@@ -146,6 +171,9 @@ SWIGLU = {"model.swiglu": True, "model.normalization": "RMSNorm", "model.add_bia
 KEPT: dict[str, tuple[dict[str, Any], int]] = {
     "GPT-2": ({}, 1),
     "fp16": ({"precision": "fp16", "model.transformer_impl": "transformer_engine"}, 1),
+    "fp8": ({"model.fp8": "hybrid"}, 1),
+    "fp8, Llama": ({"model.fp8": "e4m3"} | ROPE | GROUPED | SWIGLU, 1),
+    "fp8, tensor and sequence": ({"model.fp8": "hybrid"} | TENSOR | {"parallel.sequence_parallel": True}, 2),
     "dropout": ({"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}, 1),
     "grouped": (GROUPED, 1),
     "rotated": (ROPE, 1),

@@ -74,6 +74,28 @@ def test_transformer_engine_has_no_fused_attention_on_a_v100(capsys: pytest.Capt
     )
 
 
+def test_an_a100_has_no_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    config, chosen = str(JEAN_ZAY / "7.5b.yaml"), ("--set", "model.fp8=hybrid")
+    assert refused(capsys, config, "--nodes", "4", "--gpu", "a100-80gb", *chosen) == (
+        f"{config}: model.fp8: a a100-80gb has no fp8: its compute capability is below 8.9; got hybrid; leave it out\n"
+    )
+
+
+def test_fp8_halves_the_time_of_the_products_and_holds_copies_of_the_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", "--gpu", "h100", "--set", "precision=bf16")
+    for name in ("granularity", "method", "num_layers"):
+        arguments += ("--set", f"model.recompute_{name}=null")
+    before, after = document(capsys, *arguments), document(capsys, *arguments, "--set", "model.fp8=hybrid")
+    products = [it["cost"]["estimate"]["products"] for it in (before, after)]
+    assert 0.45 < products[1] / products[0] < 0.7  # small products, and the output layer stays in bf16
+    sizes = [{term["name"]: term["bytes"] for term in it["memory"]["stages"][1]["terms"]} for it in (before, after)]
+    weights = after["memory"]["stages"][1]["layers"] * 12 * 4096**2 // 4
+    assert sizes[1]["fp8 weights"] == 2 * weights
+    assert sizes[1]["activations"] < 0.9 * sizes[0]["activations"]
+
+
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(JEAN_ZAY / "7.5b.yaml")
     arguments = (config, "--nodes", "4", "--gpus-per-node", "4", "--gpu", "8gib")

@@ -150,6 +150,12 @@ class Model(Section):
         " (transformer_engine: bf16 or fp16, GPUs of compute capability 8.0 and newer). Default: transformer_engine"
         " where it is installed and supported, otherwise local.",
     )
+    fp8: Literal["e4m3", "hybrid"] | None = Field(
+        default=None,
+        description="Engine megatron-core: matrix products of the layers in fp8, by TransformerEngine (GPUs of compute"
+        " capability 8.9 and newer): e4m3, or hybrid (gradients in e5m2). Each tensor has its own scale (Megatron's"
+        " fp8_recipe tensorwise). Weights, optimizer states and checkpoints keep the format of precision.",
+    )
     img_h: Width | None = Field(default=None, description="Preset resnet50: image height (default: 224).")
     img_w: Width | None = Field(default=None, description="Preset resnet50: image width (default: 224).")
     num_classes: Many | None = Field(default=None, description="Preset resnet50: number of classes (default: 1000).")

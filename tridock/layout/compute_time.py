@@ -20,6 +20,9 @@ _FORWARD_KERNELS: Final = 20
 _BACKWARD_KERNELS: Final = 40
 _SCORE_PASSES: Final = 8
 """Passes over the scores of unfused attention: written, scaled, masked, softmax, dropout and its mask, read."""
+_QUANTIZED_BYTES: Final = 6
+"""Bytes moved for each element that is quantized to fp8: read for its maximum (2), read again (2), written in both
+layouts (1 and 1)."""
 _LOSS_BYTES: Final = 28
 """Bytes moved for each logit, forward and backward: to fp32 and back (6 and 6), softmax (8), its gradient (8)."""
 
@@ -113,9 +116,17 @@ def _layer(
         matrices += [(tokens, first[1], wide), (tokens, wide, ffn)]
     else:
         matrices += expert_matrices(experiment, tokens)
-    one_way = sum(product_seconds(device, rows, out, into, size) for rows, out, into in matrices)
-    inputs = sum(product_seconds(device, rows, into, out, size) for rows, out, into in matrices)
-    gradients = [product_seconds(device, out, into, rows, size) for rows, out, into in matrices]
+    fast, width, quantized = device, size, (0.0, 0.0)
+    if model.fp8 is not None and not device.flat:
+        fast, width = replace(device, tflops=device.tflops * device.fp8), 1
+        ways = ([rows * into for rows, _, into in matrices], [rows * out for rows, out, _ in matrices])
+        quantized = (
+            pass_seconds(device, _QUANTIZED_BYTES * sum(ways[0])),
+            pass_seconds(device, _QUANTIZED_BYTES * sum(ways[1])),
+        )
+    one_way = sum(product_seconds(fast, rows, out, into, width) for rows, out, into in matrices)
+    inputs = sum(product_seconds(fast, rows, into, out, width) for rows, out, into in matrices)
+    gradients = [product_seconds(fast, out, into, rows, width) for rows, out, into in matrices]
     samples = experiment.batch.micro_batch_size / parallel.context_parallel_size
     heads = model.num_attention_heads / tensor
     if attention == "unfused" and not device.flat:
@@ -124,8 +135,8 @@ def _layer(
         mixed = attention_seconds(device, model.seq_length, heads, model.head_size, samples)
     between = 0.0 if device.flat else pass_seconds(device, _between_bytes(sizes))
     return (
-        _Pass(one_way, mixed[0], between, round(_FORWARD_KERNELS * kernels)),
-        _Pass(inputs + sum(gradients), mixed[1], 2 * between, round(_BACKWARD_KERNELS * kernels)),
+        _Pass(one_way, mixed[0], between + quantized[0], round(_FORWARD_KERNELS * kernels)),
+        _Pass(inputs + sum(gradients), mixed[1], 2 * between + quantized[1], round(_BACKWARD_KERNELS * kernels)),
         gradients[0] + (gradients[2] if model.num_moe_experts is None else 0.0),
     )
 

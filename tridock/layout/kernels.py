@@ -55,6 +55,8 @@ class Device:
     """Minimum time from one kernel to the next: the host's launch time."""
     start_s: float = 0.0
     """Start-up and tail of each kernel: until all units work, and from the first idle unit to the last."""
+    fp8: float = 1.0
+    """Rate of products in fp8, relative to ``tflops``."""
     flat: bool = False
     """The rate holds for products of every shape, because it was given."""
     tiled: bool = True

@@ -83,6 +83,8 @@ class Rates:
             return cls(None, "unknown", link, network, source, memory, peak, None)
         kernels = gpu.kernels
         device = Device(peak, kernels.units, kernels.matmul_share, kernels.attention_share, memory, _LAUNCH_S, _START_S)
+        if gpu.tflops_8 is not None and precision != "fp32":
+            device = replace(device, fp8=gpu.tflops_8 / peak)
         text = f"assumed: {kernels.matmul_share:.0%} of the peak in large products"
         return cls(kernels.matmul_share * peak, text, link, network, source, memory, peak, device)
 
@@ -100,7 +102,7 @@ class Rates:
             network_gb_s=self.network_gb_s if network is None else network[1],
             network_source=self.network_source if network is None else text,
             memory_gb_s=calibration.memory_gb_s,
-            device=device,
+            device=device if self.device is None else replace(device, fp8=self.device.fp8),
             links=links,
         )
 

@@ -85,6 +85,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.recompute_method": ("block", FULL),
     "model.recompute_num_layers": (2, FULL),
     "model.transformer_impl": ("local", {}),
+    "model.fp8": ("hybrid", {"precision": "bf16"}),
     "model.img_h": (64, IMAGES),
     "model.img_w": (64, IMAGES),
     "model.num_classes": (10, IMAGES),

@@ -61,6 +61,21 @@ def refused(ranks: int, *overrides: str) -> str:
         (1, ["model.transformer_impl=transformer_engine", "precision=fp32"],
          "model.transformer_impl: TransformerEngine has no fused attention in fp32; got transformer_engine; "
          "set precision to bf16 or fp16, or use local"),
+        (1, ["model.fp8=hybrid", "precision=fp32"],
+         "model.fp8: needs TransformerEngine's layers, which are not used in fp32; got hybrid; "
+         "set precision to bf16 or fp16, or leave it out"),
+        (1, ["model.fp8=hybrid", "model.transformer_impl=local"],
+         "model.fp8: needs TransformerEngine's layers; got model.transformer_impl local; leave one of the two out"),
+        (4, ["model.fp8=e4m3", f"{TP}=4", "model.ffn_hidden_size=96"],
+         "model.kv_channels: fp8 needs sizes of products on a rank that are multiples of 16; got 24; "
+         "choose another size or layout, or leave model.fp8 out\n"
+         "e.yaml: model.num_query_groups: fp8 needs sizes of products on a rank that are multiples of 16; got 72; "
+         "choose another size or layout, or leave model.fp8 out\n"
+         "e.yaml: model.ffn_hidden_size: fp8 needs sizes of products on a rank that are multiples of 16; got 24; "
+         "choose another size or layout, or leave model.fp8 out"),
+        (1, ["model.fp8=hybrid", "model.num_moe_experts=4", "model.add_bias_linear=false"],
+         "model.fp8: a mixture of experts is not trained in fp8: its experts have any number of tokens; got hybrid; "
+         "leave it out"),
         (1, [f"{SP}=true"],
          f"{SP}: there are no tensor parallel ranks to split tokens; got true; "
          "leave it out, or set tensor_model_parallel_size to 2 or more"),

@@ -87,7 +87,7 @@ def test_a_step_reads_the_norm_of_the_gradient_and_nothing_else(name: str) -> No
 
 def test_layers_of_transformer_engine_are_refused_where_it_is_missing() -> None:
     CASES["without"] = ({"model.transformer_impl": "transformer_engine"}, 1, 0)
-    what = "model.transformer_impl: this rank lacks the package transformer_engine; got transformer_engine"
+    what = "model.transformer_impl: needs TransformerEngine, and this rank lacks the package transformer_engine"
     with pytest.raises(RequestError, match=what), on_gpu("without"):
         pass
 

@@ -52,11 +52,7 @@ class MegatronCore(Engine):
         return interleaved and not (parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1)
 
     def packages(self, experiment: Experiment) -> Mapping[str, str]:
-        return (
-            {transformer_engine.TE: "model.transformer_impl"}
-            if experiment.model.transformer_impl == transformer_engine.TE
-            else {}
-        )
+        return transformer_engine.packages(experiment)
 
     def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
         if experiment.parallel.virtual_pipeline_model_parallel_size > 1:
@@ -97,8 +93,7 @@ class MegatronCore(Engine):
     ) -> list[Term]:
         terms = super().activation_terms(experiment, stage, accumulation, device, attention)
         if transformer_engine.is_used(experiment, device):
-            size = transformer_engine.WORKSPACE_BYTES
-            terms.append(Term("TransformerEngine", size, "its workspace for matrix products, 4 MiB before Hopper"))
+            terms += transformer_engine.terms(experiment, stage)
         return terms
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:

@@ -50,6 +50,7 @@ FIELDS: Final[Fields] = {
     "model.recompute_method": Refused(),
     "model.recompute_num_layers": Refused(),
     "model.transformer_impl": Refused(),
+    "model.fp8": Refused(),
     "train.sample_prompts": Refused(),
     "train.sample_tokens": Refused(),
     "train.compile": Refused(),

@@ -23,6 +23,7 @@ FIELDS: Final[Fields] = {
     "model.recompute_method": Refused(),
     "model.recompute_num_layers": Refused(),
     "model.transformer_impl": Refused(),
+    "model.fp8": Refused(),
     "parallel.context_parallel_size": Refused(),
     "parallel.sequence_parallel": Refused(),
     "parallel.use_distributed_optimizer": Refused(),

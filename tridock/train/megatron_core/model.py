@@ -158,6 +158,8 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         bias_dropout_fusion=fused,
         finalize_model_grads_func=finalize_model_grads,
         transformer_impl=implementation(model, device, dtype),
+        fp8=model.fp8,
+        fp8_recipe="tensorwise",  # delayed scaling has a state of each layer, which checkpoints would have to keep
     )
 
 
@@ -224,15 +226,18 @@ def block_spec(config: TransformerConfig, stage: int | None) -> Any:
 
 def implementation(model: Model, device: torch.device, dtype: torch.dtype) -> str:
     """Returns whose layers are used: those that the experiment names, else transformer-engine's where its attention is
-    fused. Raises :class:`RequestError` if it names transformer-engine's and they cannot be used."""
+    fused. Raises :class:`RequestError` if the experiment needs transformer-engine's and they cannot be used."""
     if model.transformer_impl == "local":
         return "local"
     lacks = "a GPU" if device.type != "cuda" else "" if has_transformer_engine() else "the package transformer_engine"
     if not lacks and not fuses_attention(dtype):
         lacks = "its fused attention: that needs bf16 or fp16, and compute capability 8.0"
-    if lacks and model.transformer_impl is not None:
-        todo = "set it to local, or leave it out"
-        raise RequestError(Problem("model.transformer_impl", f"this rank lacks {lacks}", model.transformer_impl, todo))
+    elif not lacks and model.fp8 is not None and torch.cuda.get_device_capability() < (8, 9):
+        lacks = "fp8: that needs compute capability 8.9"
+    needed = {"fp8": model.fp8, "transformer_impl": model.transformer_impl}
+    if lacks and (field := next((name for name, value in needed.items() if value is not None), None)):
+        what, todo = f"needs TransformerEngine, and this rank lacks {lacks}", "leave it out"
+        raise RequestError(Problem(f"model.{field}", what, str(needed[field]), todo))
     return "local" if lacks else "transformer_engine"
 
 

@@ -38,6 +38,7 @@ PROVOKED: Final = {
     "mpirun-signal": "integration/test_mpirun.py",
     "setup-failed": "unit/node/test_node_starter.py",
     "program-not-started": "unit/node/test_node_starter.py",
+    "node-program-failed": "unit/node/test_node_starter.py",
     "ssh-host-key": "integration/test_security.py",
     "ssh-refused": "integration/test_security.py",
     "ssh-unreachable": "unit/triage/test_rules.py",

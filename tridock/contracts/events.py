@@ -38,7 +38,7 @@ class Event(StrEnum):
     RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
-    NODE_FAILED = "node_failed"  # node, cause, reason: what a node could not do for your own program
+    NODE_FAILED = "node_failed"  # node, cause, reason: what failed on a node of a run of your own program
     DISK_NEARLY_FULL = "disk_nearly_full"  # node, free_bytes, total_bytes
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
@@ -87,6 +87,7 @@ class Cause(StrEnum):
     # A node of a run of your own program.
     SETUP_FAILED = "setup_failed"
     PROGRAM_NOT_STARTED = "program_not_started"
+    PROGRAM_FAILED = "program_failed"
 
     @property
     def event(self) -> Event:
@@ -101,7 +102,7 @@ _EVENTS = {
     ),
     **dict.fromkeys((Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG), Event.RANK_HUNG),
     **dict.fromkeys((Cause.NODE_SILENT, Cause.SSH_SESSION_LOST), Event.NODE_LOST),
-    **dict.fromkeys((Cause.SETUP_FAILED, Cause.PROGRAM_NOT_STARTED), Event.NODE_FAILED),
+    **dict.fromkeys((Cause.SETUP_FAILED, Cause.PROGRAM_NOT_STARTED, Cause.PROGRAM_FAILED), Event.NODE_FAILED),
     Cause.LAUNCHER_EXITED: Event.LAUNCHER_ENDED,
     Cause.HEAD_SILENT: Event.HEAD_LOST,
 }

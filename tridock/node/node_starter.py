@@ -1,5 +1,6 @@
 """Starts a script of a run on all of its nodes from the head, and waits for them."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ def start_nodes(folder: Path, script: str) -> int:
 
     ``{node_rank}`` in ``script`` is replaced by the node's rank. With several nodes each line of output starts with its
     node. The supervisor ends the nodes that still run after a failure; a lost session is not a failure yet.
+    Records the first failure of a run of your own program: its ranks may be known only to its own launcher.
     """
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     last: dict[str, str] = {}
@@ -43,10 +45,12 @@ def start_nodes(folder: Path, script: str) -> int:
         if returned:
             how = _how(returned)
             print(f"tridock: {script.format(node_rank=nodes.index(node))} {how} on {node}", file=sys.stderr, flush=True)
+            if script == run_folder.SETUP_SCRIPT:
+                _record(folder, node, Cause.SETUP_FAILED, how, last)
+            elif supervision.observed and code in (0, _SSH_FAILED) and returned != _SSH_FAILED:
+                _record(folder, node, Cause.PROGRAM_FAILED, how, last)
             if code in (0, _SSH_FAILED):
                 code = 128 - returned if returned < 0 else returned
-            if script == run_folder.SETUP_SCRIPT:
-                _record_setup(folder, node, how, last)
     return code
 
 
@@ -56,7 +60,7 @@ def set_up(folder: Path, node: str, command: list[str]) -> int:
     _run(node, command, b"", ended, last)
     _, returned = ended.get()
     if returned:
-        _record_setup(folder, node, _how(returned), last)
+        _record(folder, node, Cause.SETUP_FAILED, _how(returned), last)
     return 128 - returned if returned < 0 else returned
 
 
@@ -64,22 +68,22 @@ def _how(returned: int) -> str:
     return f"was ended by {signal_name(-returned)}" if returned < 0 else f"ended with exit code {returned}"
 
 
-def _record_setup(folder: Path, node: str, how: str, last: dict[str, str]) -> None:
-    reason = f"{how}: {last[node]}" if node in last else how
-    cause = Cause.SETUP_FAILED
-    append_event(folder, cause.event, node=node, cause=cause, reason=f"could not be set up: it {reason}")
+def _record(folder: Path, node: str, cause: Cause, how: str, last: dict[str, str]) -> None:
+    what = "could not be set up: it" if cause is Cause.SETUP_FAILED else "failed: its program"
+    reason = f"{what} {how}: {last[node]}" if node in last else f"{what} {how}"
+    append_event(folder, cause.event, node=node, cause=cause, reason=reason)
 
 
 def _run(
     node: str, command: list[str], prefix: bytes, ended: "SimpleQueue[tuple[str, int]]", last: dict[str, str]
 ) -> None:
-    """``last``: receives the last line of the node's output."""
+    """``last``: receives the last line of the node's output with a word in it."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     for line in process.stdout:  # a whole line in one write: those of several nodes never mix
         whole = line if line.endswith(b"\n") else line + b"\n"
         sys.stdout.buffer.write(prefix + whole)
         sys.stdout.buffer.flush()
-        if line.strip():
+        if re.search(rb"\w", line):
             last[node] = line.decode(errors="replace").strip()
     ended.put((node, process.wait()))

@@ -82,9 +82,9 @@ def _essence(event: Mapping[str, Any]) -> str:
 
 
 def _weight(event: Mapping[str, Any]) -> int:
-    """Ranks events by how much they explain: a lost node, then the ranks that lost it, then their launcher, then a node
-    without its head."""
-    order = {Event.NODE_LOST: -1, Event.LAUNCHER_ENDED: 1, Event.HEAD_LOST: 2}
+    """Ranks events by how much they explain: a lost node, then the ranks that lost it, then a node's program, then the
+    launcher, then a node without its head."""
+    order = {Event.NODE_LOST: -1, Event.NODE_FAILED: 1, Event.LAUNCHER_ENDED: 2, Event.HEAD_LOST: 3}
     return order.get(Event(event["event"]), 0)
 
 

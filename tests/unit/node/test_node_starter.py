@@ -75,6 +75,14 @@ def test_a_setup_that_fails_is_explained_by_its_last_line(tmp_path: Path) -> Non
     )
 
 
+def test_a_program_that_fails_is_explained_by_the_first_node_that_failed(run: Run, tmp_path: Path) -> None:
+    assert run("sleep 0.5; exit 5", "echo ERROR: no such file; exit 4").returncode == 4
+    assert explained(tmp_path) == (
+        "node-program-failed",
+        "node-1 failed: its program ended with exit code 4: ERROR: no such file",
+    )
+
+
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tridock.node", "on-devices", "0", "no-such-program"]
     env = {**os.environ, "TRIDOCK_RUN_FOLDER": str(tmp_path), "TRIDOCK_NODE": "a"}

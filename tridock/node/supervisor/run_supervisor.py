@@ -54,6 +54,8 @@ _LAST_WORD_S: Final = 1.5
 _SILENT_S: Final = 3.0
 """Seconds: nodes report once a second, so one silent for this long may be lost."""
 _FIT_PATIENCE_S: Final = 120.0
+_MAY_FOLLOW: Final = (Cause.RANK_EXITED, Cause.RANK_GONE, Cause.PROGRAM_FAILED)
+"""A program that loses a node may end with an error before the node's silence is noticed."""
 _ROOM_BYTES: Final = 1 << 16
 """Bytes on the disk that a restart needs for its logs and records."""
 
@@ -156,7 +158,7 @@ class RunSupervisor:
             return run_folder.EXIT_PREEMPTED, None
         if verdict is None and not self._is_stopped():
             verdict = self._launcher_verdict()
-        if verdict is not None and (verdict.cause in (Cause.RANK_EXITED, Cause.RANK_GONE) or verdict.asked_to_end):
+        if verdict is not None and (verdict.cause in _MAY_FOLLOW or verdict.asked_to_end):
             verdict = self._lost_peer() or verdict
         if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
             self._record(verdict)
@@ -235,11 +237,17 @@ class RunSupervisor:
             if time.monotonic() > deadline:
                 end = self._started.verdict()
                 of_ranks = self._started.has_ranks_exit_code
-                return (first_gone(self._agents.statuses(), code=end.code) if of_ranks else None) or end
+                first = first_gone(self._agents.statuses(), code=end.code) if of_ranks else None
+                return first or self._failed_node(end.code) or end
             self._agents.poll(_TICK_S)
             if (dead := first_death(self._agents.statuses())) is not None and not self._started.was_killed:
                 return dead
         return None
+
+    def _failed_node(self, code: int) -> Verdict | None:
+        """Returns the node whose program failed first, if the launcher has recorded it."""
+        found = events_of(self._folder, Event.NODE_FAILED, self._events_before)
+        return Verdict(Cause(found[0]["cause"]), found[0]["reason"], found[0]["node"], code=code) if found else None
 
     def _lost_peer(self) -> Verdict | None:
         """Returns the node that was lost with its ranks: other ranks fail at once, before its silence is noticed."""
@@ -320,7 +328,7 @@ class RunSupervisor:
 
     def _record(self, verdict: Verdict) -> None:
         self._lease.check()
-        if verdict.cause is not Cause.RANK_FAILED:
+        if verdict.cause.event not in (Event.RUN_FAILED, Event.NODE_FAILED):  # they have recorded it
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
             known = {name: value for name, value in about.items() if value is not None}
             append_event(self._folder, verdict.cause.event, **known, reason=verdict.reason)

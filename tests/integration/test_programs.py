@@ -176,8 +176,8 @@ PROGRAMS = {
         "pytorch-lightning/examples",
         f"{WEB} torchvision lightning lightning-utilities torchmetrics jsonargparse docstring-parser typeshed-client",
         "torchrun pytorch/basics/autoencoder.py --trainer.num_nodes=2 --trainer.devices=1 --trainer.accelerator=cpu"
-        f" --trainer.limit_train_batches=60{LIMITS} --trainer.max_epochs=1", "--trainer.max_epochs=1000",
-        r"Epoch 0", r"test_loss", "-u .*autoencoder.py --trainer", "python prepare.py",
+        f" --trainer.limit_train_batches=60{LIMITS} --trainer.max_epochs=1", "--trainer.max_epochs=-1",
+        r"Total FLOPs", r"test_loss", "-u .*autoencoder.py --trainer", "python prepare.py",
         (("prepare.py", MNIST), ("sitecustomize.py", TORCHVISION)), ("PL_USE_MOCKED_MNIST=1",),
     ),
     "torchtune": Program(

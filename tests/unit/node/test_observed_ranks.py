@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from tridock.contracts import heartbeat, run_folder
-from tridock.node.agent import observed_ranks
+from tridock.node.agent import observed_ranks, rank_status
 from tridock.node.agent.observed_ranks import ObservedRanks, find_ranks
 from tridock.node.agent.rank_status import RankMonitor
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
+KERNEL = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
+KERNEL_KEEPS_THE_STATUS = pytest.mark.skipif(KERNEL < (6, 15), reason="Linux forgets the status of a reaped process")
 
 
 @pytest.fixture
@@ -81,18 +85,26 @@ def test_a_rank_is_active_while_it_computes_or_its_children_write(
     ("script", "phase", "wait_status"),
     [("exit 0", "end", 0), ("exit 3", "observed", 3 << 8), ("kill -9 $$", "observed", 9)],
 )
-def test_how_a_rank_ended(tmp_path: Path, run_id: str, start: Start, script: str, phase: str, wait_status: int) -> None:
+@pytest.mark.parametrize("reaped", [False, pytest.param(True, marks=KERNEL_KEEPS_THE_STATUS)])
+def test_how_a_rank_ended(
+    tmp_path: Path, run_id: str, start: Start, script: str, phase: str, wait_status: int, reaped: bool
+) -> None:
     go = tmp_path / "go"
     process = start(f"while ! [ -e {go} ]; do sleep 0.01; done; {script}", RANK="4")
     monitor = RankMonitor(tmp_path / run_id, (4, 5), observed=True)
     until(lambda: [status.rank for status in monitor.read()] == [4])
     go.touch()
-    until(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
+    if reaped:
+        process.wait()
+    until(lambda: reaped or os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
     (status,) = monitor.read()
     assert (status.phase, status.alive, status.wait_status) == (phase, False, wait_status)
 
 
-def test_a_rank_whose_end_nobody_saw_is_gone(tmp_path: Path, run_id: str, start: Start) -> None:
+def test_a_rank_whose_end_nobody_saw_is_gone(
+    tmp_path: Path, run_id: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_status, "_reaped_status", lambda _: None)  # as on a kernel before 6.15
     process = start("exec sleep 60", RANK="0")
     monitor = RankMonitor(tmp_path / run_id, (0,), observed=True)
     until(monitor.read)

@@ -1,8 +1,10 @@
 """The current status of this node's ranks, from their heartbeats and from the kernel's view of their processes."""
 
+import fcntl
 import os
 import re
 import signal
+import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +21,9 @@ from tridock.node.agent.processes import find_processes
 _SEARCH_S: Final = 2.0
 _STACKS_S: Final = 1.0
 _OOM_COUNTERS: Final = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
+_PIDFD_INFO: Final = "=Q52xi"  # mask, other fields, exit_code
+_PIDFD_INFO_EXIT: Final = 1 << 3
+_PIDFD_GET_INFO: Final = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
 
 
 class RankMonitor:
@@ -61,7 +66,7 @@ class RankMonitor:
         return found
 
     def pidfds(self) -> list[int]:
-        """Returns pidfds that become readable when a rank dies: its wait status is visible only until it is reaped."""
+        """Returns pidfds that become readable when a rank dies: older kernels forget how it ended once it is reaped."""
         return list(self._pidfds.values())
 
     def _status(self, rank: int, beat: Heartbeat) -> RankStatus:
@@ -72,7 +77,9 @@ class RankMonitor:
         state, wait_status = _process_state(beat)
         if state is None:
             if rank in self._pidfds:
-                os.close(self._pidfds.pop(rank))
+                pidfd = self._pidfds.pop(rank)
+                wait_status = _reaped_status(pidfd) if wait_status is None else wait_status
+                os.close(pidfd)
             self._dead_since.setdefault(rank, now)
             if wait_status is not None:
                 self._wait_status[rank] = wait_status
@@ -154,6 +161,20 @@ def _process_state(beat: Heartbeat) -> tuple[str | None, int | None]:
         return None, None  # another process has reused its pid
     # A process that has ended and is not yet reaped still shows its wait status: proc(5), field 52.
     return (None, int(fields[49])) if fields[0] in "ZX" else (fields[0], None)
+
+
+def _reaped_status(pidfd: int) -> int | None:
+    """Returns the wait status of a process that its parent has reaped; None where the kernel is older than 6.15.
+
+    Source: ``struct pidfd_info`` in Linux, ``include/uapi/linux/pidfd.h``; ``exit_code`` has field 52's encoding.
+    """
+    info = bytearray(struct.pack(_PIDFD_INFO, _PIDFD_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    mask, exit_code = struct.unpack(_PIDFD_INFO, info)
+    return int(exit_code) if mask & _PIDFD_INFO_EXIT else None
 
 
 def main_thread(text: str) -> tuple[str, ...]:

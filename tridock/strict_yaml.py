@@ -3,6 +3,7 @@
 import difflib
 import io
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -106,12 +107,31 @@ def _problem_of(details: Any, source: str, model: type[BaseModel]) -> Problem:
         return Problem(where, "is missing", "", "add it")
     if kind == "extra_forbidden":
         return Problem(where, "is not a field", got, _known_fields(model, location))
-    if kind == "int_type" and isinstance(value, str) and not value.isdecimal():
-        return Problem(where, "must be a whole number", got, "write only digits, as in 1000")
     what, todo = _explained(kind, context, details["msg"])
     if value is None:
         todo = "give a value, or leave the line out"
+    elif kind in ("int_type", "int_from_float", "float_type"):
+        todo = _as_a_number(value, kind) or todo
     return Problem(where, what, got, todo)
+
+
+def _as_a_number(value: Any, kind: str) -> str | None:
+    """Returns how to write this value of another type as a number; None where the remedy of its kind says it."""
+    if kind == "float_type":
+        return None if isinstance(value, str) and _is_number(value) else "write a number, as in 0.5"
+    if isinstance(value, float):
+        return f"write {value:.0f}" if value.is_integer() and abs(value) < _MOST_DIGITS else None
+    return None if isinstance(value, str) and value.isdecimal() else "write only digits, as in 1000"
+
+
+_MOST_DIGITS: Final = 1e15
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return "_" not in text and math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 _TYPES: Mapping[str, tuple[str, str]] = {

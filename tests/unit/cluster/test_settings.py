@@ -162,6 +162,22 @@ ssh_port: 22
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("network_gbit: 12:48", "network_gbit: must be a number; got '12:48'; write a number, as in 0.5"),
+        ("network_gbit: 1_000", "network_gbit: must be a number; got '1_000'; write a number, as in 0.5"),
+        ("network_gbit: '100'", "network_gbit: must be a number; got '100'; write it without quotes"),
+        ("network_gbit: true", "network_gbit: must be a number; got true; write a number, as in 0.5"),
+        ("network_gbit: .inf", "network_gbit: must be a finite number; got inf; write an ordinary number"),
+        ("ssh_port: 2222.0", "ssh_port: must be a whole number; got 2222.0; write 2222"),
+        ("gpu: 010", "gpu: must be text; got 10; put it in quotes"),
+    ],
+)
+def test_numbers_are_those_of_yaml_1_2(text: str, problem: str) -> None:
+    assert message(text) == f"lab.yaml: {problem}"
+
+
 def test_a_wrong_field_of_a_node_is_told_the_right_one() -> None:
     text = "nodes: {node-1: {adress: 10.0.0.1}, node-2: {zz: 1}, address: {lisen: [10.0.0.2]}}"
     assert message(text) == (

@@ -57,7 +57,7 @@ fp16: 3
         "e.yaml: model.num_layer: is not a field; got 4; did you mean num_layers?",
         "e.yaml: batch.global_batch_size: must be greater than 0; got 0; raise it",
         "e.yaml: data.data_path: must not be empty; got ''; give a value",
-        "e.yaml: optimizer.lr: must be a number; got 'fast'; write it without quotes",
+        "e.yaml: optimizer.lr: must be a number; got 'fast'; write a number, as in 0.5",
         "e.yaml: precision: is not one of the choices; got 'int8'; use 'fp32', 'bf16' or 'fp16'",
         "e.yaml: fp16: must be a section of fields; got 3; write `field: value` lines below it",
         "e.yaml: train.eval_interval: must be at least 0; got -1; raise it",
@@ -65,6 +65,40 @@ fp16: 3
         "e.yaml: launch.master_port: must be at least 1024; got 80; raise it",
         "e.yaml: env.A: must be text; got 1; put it in quotes",
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ("12:48", "must be a whole number; got '12:48'; write only digits, as in 1000"),
+        ("1_000", "must be a whole number; got '1_000'; write only digits, as in 1000"),
+        ("yes", "must be a whole number; got 'yes'; write only digits, as in 1000"),
+        ("true", "must be a whole number; got true; write only digits, as in 1000"),
+        ("[1]", "must be a whole number; got [1]; write only digits, as in 1000"),
+        ("1e3", "must be a whole number; got 1000.0; write 1000"),
+        ("1.0", "must be a whole number; got 1.0; write 1"),
+        ("1.5", "must be a whole number; got 1.5; write it without quotes or a fraction"),
+        (".inf", "must be a whole number; got inf; write it without quotes or a fraction"),
+        ("~", "must be a whole number; got null; give a value, or leave the line out"),
+    ],
+)
+def test_only_whole_numbers_of_yaml_1_2_are_whole_numbers(written: str, problem: str) -> None:
+    assert message(GOOD.replace("train_iters: 3", f"train_iters: {written}")) == f"e.yaml: train.train_iters: {problem}"
+    assert message(GOOD, f"train.train_iters={written}") == f"e.yaml: train.train_iters: {problem}"
+
+
+@pytest.mark.parametrize(("written", "read"), [("010", 10), ("0o10", 8), ("0x10", 16), ("+5", 5)])
+def test_whole_numbers_are_those_of_yaml_1_2(written: str, read: int) -> None:
+    text = GOOD.replace("train_iters: 3", f"train_iters: {written}")
+    assert parse_experiment(text, "e.yaml").train.train_iters == read
+
+
+@pytest.mark.parametrize("written", ["yes", "on", "1", "1.0", "'true'"])
+def test_only_true_and_false_are_true_or_false(written: str) -> None:
+    text = GOOD.replace("train_iters: 3", f"train_iters: 3, save: {written}")
+    got = f"'{written}'" if written in ("yes", "on") else written
+    expected = f"e.yaml: train.save: must be true or false; got {got}; write true or false, without quotes"
+    assert message(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.distributed.ranks import (
     thinned,
 )  # fmt: skip
 from tests.distributed.test_shared_models import PP, SCHEDULE, STRATEGY, TP, VPP
+from tridock.cli import main
 from tridock.data.dataset.manifest import DatasetManifest, write_manifest
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.train.data.dataset import mixed_seed
@@ -56,6 +57,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "core-pp2-vpp2": (2, {**CORE, PP: 2, VPP: 2}),
     "core-tp2-pp2": (4, {**CORE, TP: 2, PP: 2}),
 }
+MIXTURE = {
+    **CORE, "train.save": True, "model.num_moe_experts": 4, "parallel.expert_model_parallel_size": 2,
+    "model.swiglu": True, "model.normalization": "RMSNorm", "model.add_bias_linear": False,
+    "model.position_embedding_type": "rope", "model.num_query_groups": 2,
+    "model.untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+"""Of Mixtral's shape, its experts on two ranks."""
 SOME = ("ddp", "zero3", "fsdp", "tp2", "pp2-interleaved", "core", "core-cp2", "core-pp2-vpp2")
 UNCHANGED = {name: {} for name in ("zero0", "zero3", "fsdp", "tp2", "pp2-interleaved", "core-tp2", "core-pp2-vpp2")}
 SOME_UNCHANGED = ("pp2-interleaved", "core-pp2-vpp2")
@@ -90,6 +98,7 @@ def runs(request: pytest.FixtureRequest, workspace: Path) -> dict[str, Path]:
                 found[f"{name} {kind}"] = make_run(workspace, f"{name}-{kind}", ranks, **{**own, **DROPOUT, **more})
                 sizes[f"{name} {kind}"] = ranks
         sizes[name] = ranks
+    found["core-mixture"], sizes["core-mixture"] = make_run(workspace, "mixture", 2, **{**SAMPLED, **MIXTURE}), 2
     for ranks in (1, 2, 4):
         for core in (False, True):
             together = [found[name] for name in found if sizes[name] == ranks and name.startswith("core") == core]
@@ -111,9 +120,10 @@ def test_every_layout_writes_the_text_of_one_process(runs: dict[str, Path], name
     assert found == samples(runs["core" if name.startswith("core") else "ddp"])
 
 
-def test_it_is_the_text_of_the_whole_model(runs: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", ["ddp", "core-mixture"])
+def test_it_is_the_text_of_the_whole_model(runs: dict[str, Path], name: str) -> None:
     """From the checkpoint, token after token over no more than there is."""
-    saved = Saved.open(runs["ddp"])
+    saved = Saved.open(runs[name])
     model = built(saved, torch.device("cpu"))
     assert saved.tokenizer is not None
     tokenizer = HuggingFaceTokenizer(saved.tokenizer)
@@ -129,9 +139,23 @@ def test_it_is_the_text_of_the_whole_model(runs: dict[str, Path]) -> None:
                 break
             own.append(token)
         wanted.append("".join(f" w{token}" for token in own))
-    found = [it["text"] for it in samples(runs["ddp"])[-1][1]]
+    found = [it["text"] for it in samples(runs[name])[-1][1]]
     assert [text.split() for text in found] == [text.split() for text in wanted]
     assert all(found)
+
+
+def test_generate_continues_a_prompt_with_experts_of_several_ranks(
+    runs: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = str(runs["core-mixture"])
+    assert main(["generate", run, "--prompt", "w1 w2 w3", "--temperature", "0", "--max-new-tokens", "4"]) == 0
+    text, model = capfd.readouterr().out.strip(), built(Saved.open(runs["core-mixture"]), torch.device("cpu"))
+    ids = [1, 2, 3]
+    for _ in range(4):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]))[0, -1, :VOCABULARY].argmax()))
+    assert 0 not in ids
+    assert text.split() == [f"w{token}" for token in ids]
 
 
 @pytest.mark.parametrize("name", thinned(UNCHANGED, SOME_UNCHANGED))

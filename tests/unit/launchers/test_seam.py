@@ -23,7 +23,6 @@ HOMES = (
     ROOT / "tridock" / "launchers",
     ROOT / "tridock" / "cluster" / "transports.py",
     ROOT / "tridock" / "node" / "agent" / "processes.py",  # finds DeepSpeed's runner by the name of its program
-    ROOT / "tridock" / "train" / "megatron_core" / "model.py",  # Megatron's transformer_impl has a "local", too
 )
 
 

@@ -40,7 +40,7 @@ def _fp8_problems(experiment: Experiment, fp8: str) -> Iterator[Problem]:
     if experiment.precision == "fp32":
         todo = "set precision to bf16 or fp16, or leave it out"
         yield Problem("model.fp8", "needs TransformerEngine's layers, which are not used in fp32", fp8, todo, ("null",))
-    if model.transformer_impl == "local":
+    if model.transformer_impl not in (None, TE):
         todo = "leave one of the two out"
         yield Problem("model.fp8", "needs TransformerEngine's layers", "model.transformer_impl local", todo, ("null",))
     if model.num_moe_experts is not None:

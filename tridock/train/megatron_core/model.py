@@ -227,7 +227,7 @@ def block_spec(config: TransformerConfig, stage: int | None) -> Any:
 def implementation(model: Model, device: torch.device, dtype: torch.dtype) -> str:
     """Returns whose layers are used: those that the experiment names, else transformer-engine's where its attention is
     fused. Raises :class:`RequestError` if the experiment needs transformer-engine's and they cannot be used."""
-    if model.transformer_impl == "local":
+    if model.transformer_impl not in (None, "transformer_engine"):
         return "local"
     lacks = "a GPU" if device.type != "cuda" else "" if has_transformer_engine() else "the package transformer_engine"
     if not lacks and not fuses_attention(dtype):

@@ -1,7 +1,7 @@
 """DeepSpeed's hostfile: its exact grammar, and stricter checks for use as a cluster. Pure.
 
 ``parse_hostfile`` and ``Hostfile.select`` accept and reject the same input as DeepSpeed 0.19 (a property test compares
-them). ``Hostfile.validate`` rejects more, where DeepSpeed would start a run that cannot work:
+them). ``load_hostfile`` rejects more, where DeepSpeed would start a run that cannot work:
 
 * ``slots=0``: DeepSpeed counts the node but starts no rank there; were it the first, rank 0 would wait elsewhere;
 * more than 4096 slots, and digits with something stuck to them (``slots=4,5``, ``slots=8x``), which DeepSpeed drops;
@@ -62,11 +62,6 @@ class Hostfile:
     def render(self) -> str:
         """Returns text that parses to the same entries."""
         return "".join(f"{node.name} slots={node.slots}\n" for node in self.nodes)
-
-    def validate(self) -> None:
-        """Raises :class:`RequestError` with every entry that is valid grammar but unusable for a run."""
-        if problems := list(_unusable(self)):
-            raise RequestError(problems)
 
     def select(self, include: str = "", exclude: str = "") -> dict[str, tuple[int, ...]]:
         """Returns each node's slots in use, in file order, under DeepSpeed's ``host[:slot,slot]@host`` filters."""

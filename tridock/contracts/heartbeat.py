@@ -18,7 +18,7 @@ FOLDER: Final = ".heartbeat"
 
 # The phases of a rank: before its first step, training, evaluating, saving a checkpoint, finished, failed by itself,
 # or ending because it lost another rank or was asked to end.
-START, TRAIN, EVAL, SAVE, END, FAILED, LOST = PHASES = ("start", "train", "eval", "save", "end", "failed", "lost")
+START, TRAIN, EVAL, SAVE, END, FAILED, LOST = ("start", "train", "eval", "save", "end", "failed", "lost")
 # For a rank without heartbeats: its agent observes whether it computes or writes.
 OBSERVED: Final = "observed"
 # For such a rank that ended unobserved: only its launcher has the exit code.

@@ -104,7 +104,6 @@ class Process:
     pid: int
     ppid: int
     command: tuple[str, ...]
-    rss_bytes: int
     cpu_s: float
     age_s: float
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import secrets
+import shutil
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 WORKSPACE: Final = "/workspace"
 CODE: Final = "/opt/tridock"
@@ -114,15 +116,15 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Writes a file atomically, with its final mode."""
+def write_atomic(path: Path, content: bytes | IO[bytes], mode: int = 0o644) -> None:
+    """Writes bytes, or the rest of a stream, to a file: atomically, and with its final mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), mode)
-            file.write(content)
+            shutil.copyfileobj(io.BytesIO(content) if isinstance(content, bytes) else content, file, 1 << 20)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

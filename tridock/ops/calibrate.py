@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from tridock.contracts.calibration import SUFFIX, Calibration
 from tridock.contracts.codec import decode, encode
+from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.rank_group import Ended, parse, reduce_command
 from tridock.ops.runs.this_machine import node_environment
@@ -64,9 +65,7 @@ def _decoded(document: Mapping[str, object]) -> Calibration:
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """Writes the file atomically."""
-    partial = path.with_name(f"{path.name}.part")
-    partial.write_text(encode(calibration) + "\n")
-    partial.replace(path)
+    write_atomic(path, f"{encode(calibration)}\n".encode())
 
 
 def read_calibration(path: Path) -> Calibration:

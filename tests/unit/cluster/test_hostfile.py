@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -43,19 +45,24 @@ def test_round_trip(entries: list[tuple[str, int]]) -> None:
 
 
 def test_entries_keep_their_order_and_the_first_is_the_head() -> None:
-    hostfile = parse_hostfile("# rack 3\n\nb slots=2 # note\n  a\tslots=08 max_slots=9\r\n::1 slots=1", "lab")
+    hostfile = load("# rack 3\n\nb slots=2 # note\n  a\tslots=08 max_slots=9\r\n::1 slots=1")
     assert hostfile.nodes == (Node("b", 2), Node("a", 8), Node("::1", 1))
     assert hostfile.head == Node("b", 2)
     assert hostfile.render() == "b slots=2\na slots=8\n::1 slots=1\n"
-    hostfile.validate()
 
 
 _POOL = "b slots=2\na slots=1\nzero slots=0\nc slots=3\nfe80::1 slots=2\n"
 
 
+def load(text: str) -> Hostfile:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("lab").write_bytes(text.encode())
+        return load_hostfile(Path("lab"))
+
+
 def message(text: str) -> str:
     with pytest.raises(RequestError) as caught:
-        parse_hostfile(text, "lab").validate()
+        load(text)
     return str(caught.value)
 
 
@@ -86,7 +93,7 @@ def test_names_that_ssh_pdsh_or_a_file_system_reads_otherwise(name: str) -> None
     "name", ["a", "node-1", "gpu_3.rack.example.org", "10.1.2.3", "::1", "fe80::1%eth0", "2001:DB8::7"]
 )
 def test_names_that_are_fine(name: str) -> None:
-    parse_hostfile(f"{name} slots=1", "lab").validate()
+    load(f"{name} slots=1")
 
 
 def test_slots_that_deepspeed_takes_and_no_run_can_use() -> None:

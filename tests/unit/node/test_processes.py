@@ -43,7 +43,6 @@ def test_processes_are_described(make_run: MakeRun) -> None:
     assert process["run_id"] == folder.name
     assert process["ppid"] > 1
     assert Path("/proc", str(process["pid"])).exists()
-    assert 0 < process["rss_bytes"] < 1 << 26
     assert 0 <= process["cpu_s"] < 1
     assert 0 <= process["age_s"] < 30
     assert process in [{**p, "age_s": process["age_s"]} for p in answer("processes")]

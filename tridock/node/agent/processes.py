@@ -17,7 +17,6 @@ _KILL_POLL_S = 0.01
 _PATIENCE_S = 2.0
 """Seconds after the grace period, and after each process that is found for the first time."""
 _MOST_PATIENCE_S = 8.0
-_PAGE = os.sysconf("SC_PAGESIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,8 +51,8 @@ def _all(foreign: set[int] | None = None) -> Iterator[Process]:
             command = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
             # The command's name is in parentheses and may contain any character: count fields after the last one.
             state, ppid, *fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            # As in proc(5), where state is the third field: 14 utime, 15 stime, 22 starttime, 24 rss.
-            user, system, began, pages = (int(fields[number - 5]) for number in (14, 15, 22, 24))
+            # As in proc(5), where state is the third field: 14 utime, 15 stime, 22 starttime.
+            user, system, began = (int(fields[number - 5]) for number in (14, 15, 22))
         except (OSError, ValueError):
             continue  # it has ended, or belongs to another user
         if state != "Z":
@@ -64,7 +63,6 @@ def _all(foreign: set[int] | None = None) -> Iterator[Process]:
                 int(entry.name),
                 int(ppid),
                 argv,
-                rss_bytes=pages * _PAGE,
                 cpu_s=(user + system) / _TICKS,
                 age_s=round(uptime - began / _TICKS, 2),
             )

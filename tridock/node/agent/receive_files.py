@@ -1,11 +1,10 @@
 """Receives the files that the head sends to a node, as a tar archive on standard input."""
 
-import os
-import shutil
 import tarfile
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError
 
 
@@ -24,20 +23,6 @@ def receive_files(folder: Path, stream: IO[bytes]) -> int:
                 )
             content = archive.extractfile(member)
             assert content is not None
-            _write(folder / path, content)
+            write_atomic(folder / path, content)
             count += 1
     return count
-
-
-def _write(path: Path, content: IO[bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("wb") as file:
-            shutil.copyfileobj(content, file, 1 << 20)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -193,6 +193,8 @@ class PreflightAnswer:
     """Whether one of the folders that the run searches has a tokenizer."""
     missing_packages: tuple[str, ...] = ()
     """The Python packages that the run needs and this node's image does not have."""
+    memory: int | None = None
+    """Bytes of memory that processes on this node may use: the host's, or the container's limit."""
     rendezvous: PortAnswer | None = None
     """Of the head."""
     image_manifest: object = None

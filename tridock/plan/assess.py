@@ -15,6 +15,7 @@ from tridock.plan.assumptions import Assumptions
 from tridock.plan.cost import Cost, cost_of
 from tridock.plan.document import as_json
 from tridock.plan.goodput import Goodput, goodput_of
+from tridock.plan.host_memory import HostMemory, host_memory
 from tridock.plan.legality import layout_problems
 from tridock.plan.memory import GIB, StageMemory, memory_of_stages
 
@@ -93,6 +94,7 @@ class Assessment:
             "ranks": plan.get("ranks", []),
             "groups": {} if self.plan is None else _groups(self.plan),
             "memory": self._memory(),
+            "host_memory": {node: asdict(it) for node, it in self.host_memory.items()},
             "checkpoint_bytes": None if self.plan is None else self.checkpoint_bytes,
             "cost": None if self.cost is None else self._cost(self.cost),
             **({} if self.goodput is None else {"goodput": self._goodput(self.goodput)}),
@@ -101,6 +103,11 @@ class Assessment:
 
     def to_json(self) -> str:
         return as_json(self.document())
+
+    @property
+    def host_memory(self) -> dict[str, HostMemory]:
+        """Returns what each node's host must have for offloaded states; empty if nothing is offloaded."""
+        return {} if self.plan is None else host_memory(self.plan, self.memory)
 
     def _memory(self) -> dict[str, Any]:
         gpu = self.assumptions.gpu

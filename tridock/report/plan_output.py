@@ -237,6 +237,8 @@ def memory_table(assessment: Assessment) -> Table:
     ):
         if any(amounts):
             table.add_row(name, *map(gib, amounts), style="dim")
+    if host := max(assessment.host_memory.values(), key=lambda it: it.most, default=None):
+        table.caption = str(host)
     table.add_row("layers", *(str(stage.layers) for stage in stages), style="dim")
     table.add_row("parameters", *(count_short(stage.parameters.total) for stage in stages), style="dim")
     return table

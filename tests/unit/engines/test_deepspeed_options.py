@@ -17,6 +17,7 @@ from tridock.gpus import find_gpu
 from tridock.layout.shape import Shape
 from tridock.plan.assess import assess
 from tridock.plan.assumptions import Assumptions
+from tridock.plan.host_memory import HostMemory
 
 UPSTREAM = """{
   "train_batch_size": 48,
@@ -108,6 +109,9 @@ def test_an_offload_takes_time_and_no_memory_of_the_gpu() -> None:
     )
     assert [found.memory[0].fit for found in (plain, offloaded)] == ["no-fit", "fits"]
     assert offloaded.memory[0].offloaded_bytes == pytest.approx(18 * 12.9e9 / 8, rel=0.01)
+    states = 8 * offloaded.memory[0].offloaded_bytes
+    assert (plain.host_memory, offloaded.host_memory) == ({}, {"node-1": HostMemory(8, states, states)})
+    assert str(offloaded.host_memory["node-1"]) == "8 ranks of a node need 215.2 GiB of its host's memory"
     assert plain.cost
     assert offloaded.cost
     estimates = [cost.estimate for cost in (plain.cost, offloaded.cost)]

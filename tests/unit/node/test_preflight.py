@@ -1,16 +1,22 @@
 """What a node says of the files that a run would read."""
 
 import hashlib
+import os
 from pathlib import Path
 
+import pytest
+
 from tests.unit.node.conftest import answer
+from tridock.node.probes import limits_and_space
 
 
 def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
     tokens, index, missing = tmp_path / "text.bin", tmp_path / "text.idx", tmp_path / "none"
     tokens.write_bytes(b"12345")
     index.write_bytes(b"lengths")
-    assert answer("preflight", str(tokens), str(index), str(missing), str(tmp_path)) == {
+    found = answer("preflight", str(tokens), str(index), str(missing), str(tmp_path))
+    assert 1 << 28 < found.pop("memory") <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert found == {
         "files": {
             str(tokens): {"bytes": 5, "sha256": None, "entries": None},
             str(index): {"bytes": 7, "sha256": hashlib.sha256(b"lengths").hexdigest(), "entries": None},
@@ -57,3 +63,16 @@ def test_a_tokenizer_may_be_in_one_of_several_folders(tmp_path: Path) -> None:
 
 def test_packages_that_it_does_not_have() -> None:
     assert answer("preflight", "--package=json", "--package=no_such_package")["missing_packages"] == ["no_such_package"]
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    host.write_text("MemTotal:        1024 kB\nMemFree:          512 kB\n")
+    monkeypatch.setattr(limits_and_space, "_MEMORY", host)
+    monkeypatch.setattr(limits_and_space, "_MEMORY_LIMITS", (tmp_path / "none", limit))
+    for text, expected in (("max\n", 1 << 20), ("4096\n", 4096), ("9223372036854771712\n", 1 << 20)):
+        limit.write_text(text)
+        assert limits_and_space.memory() == expected
+    host.unlink()
+    limit.unlink()
+    assert limits_and_space.memory() is None

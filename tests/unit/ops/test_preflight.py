@@ -22,6 +22,7 @@ from tridock.ops.runs.preflight import (
     mismatches,
     package_problems,
     preflight_argv,
+    too_little_memory,
 )
 from tridock.remote import Completed
 
@@ -114,6 +115,37 @@ def test_layers_of_a_package_that_a_nodes_image_lacks() -> None:
         "t.yaml: model.transformer_impl: needs the Python package transformer_engine; got not on a, b; "
         "leave the field out, or build the image on a base that has it"
     )
+
+
+OFFLOADING: dict[str, Any] = {
+    "name": "t",
+    "model": {"preset": "gpt3-13b", "seq_length": 2048},
+    "parallel": {"zero_stage": 2},
+    "batch": {"micro_batch_size": 1},
+    "data": {"data_path": "data/t_document"},
+    "train": {"train_iters": 10, "save_interval": 5},
+    "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+}
+
+
+def test_a_hosts_memory_for_offloaded_states(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 12.9 billion parameters the sixteenth of each rank, 18 bytes each; a checkpoint's copy is 2 and 12 / 16."""
+    experiment = Experiment.model_validate(OFFLOADING)
+    plan = make_plan(experiment, {"a": range(8), "b": range(8)}, "t.yaml")
+    memory = {"a": 64 << 30, "b": 1 << 40}
+    (problem,) = too_little_memory(Path("t.yaml"), experiment, plan, memory)
+    assert str(problem) == (
+        "t.yaml: deepspeed.zero_optimization: the offloaded states of 8 ranks need 108.4 GiB of a's memory; "
+        "got 64.0 GiB; use more nodes, or offload less"
+    )
+    assert capsys.readouterr().err == ""
+    assert list(too_little_memory(Path("t.yaml"), experiment, plan, {**memory, "a": 120 << 30})) == []
+    assert capsys.readouterr().err.startswith(
+        "warning: t.yaml: deepspeed.zero_optimization: with copies of a checkpoint, offloaded states need "
+    )
+    nothing = Experiment.model_validate(OFFLOADING | {"deepspeed": {}})
+    assert list(too_little_memory(Path("t.yaml"), nothing, plan, {"a": 1, "b": 1})) == []
+    assert list(too_little_memory(Path("t.yaml"), experiment, plan, {"a": None, "b": None})) == []
 
 
 def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

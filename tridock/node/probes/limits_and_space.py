@@ -9,6 +9,8 @@ from typing import Final
 from tridock.contracts.node_answers import Space
 
 _QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
+_MEMORY: Final = Path("/proc/meminfo")
+_MEMORY_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (its size is asked)
 
 
@@ -42,6 +44,18 @@ def soft_limit(which: int) -> int | None:
     """Returns a soft limit of this process; None if it is unlimited."""
     soft = resource.getrlimit(which)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def memory() -> int | None:
+    """Returns the bytes of the host's memory, or the container's limit if that is lower; None if they are unknown."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in _MEMORY.read_text().splitlines() if line.startswith("MemTotal:"))
+        found.append(int(line.split()[1]) * 1024)
+    for limit in _MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # ValueError: "max"
+            found.append(int(limit.read_text()))
+    return min(found, default=None)
 
 
 def cores() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
 from tridock.contracts.supervision import contract
 from tridock.engines import engine_of
-from tridock.errors import ClusterError, Problem, RequestError
+from tridock.errors import ClusterError, Problem, RequestError, count
 from tridock.experiment import Experiment, fields_digest
 from tridock.experiment.inputs import IMAGE_SUFFIXES, TOKENIZER, data_problems, tokenizer_folders
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.plan import Plan
+from tridock.plan.host_memory import host_memory_of
+from tridock.plan.memory import GIB
 
 if TYPE_CHECKING:  # a run on one machine needs no ssh, and its image lacks the packages for it
     from tridock.ops.hosts.session import Session
@@ -54,6 +57,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     bring = f"bring the data to the nodes: tridock data sync {session.cluster.hosts_option} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
     problems += package_problems(config, experiment, answers)
+    problems += too_little_memory(config, experiment, plan, {node: it.memory for node, it in answers.items()})
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:
         raise RequestError(problems)
@@ -89,6 +93,10 @@ def check_files(
         if answer.files[name] is None
     ]
     problems += package_problems(config, experiment, {"localhost": answer})
+    # Every machine of a run without ssh has as many ranks as this one.
+    problems += too_little_memory(
+        config, experiment, plan, dict.fromkeys((it.node for it in plan.ranks), answer.memory)
+    )
     problems += mismatches(config, experiment, plan, answer)
     if problems:
         raise RequestError(problems)
@@ -171,6 +179,24 @@ def package_problems(config: Path, experiment: Experiment, answers: Mapping[str,
     for name, field in engine_of(experiment).packages(experiment).items():
         if nodes := [node for node, answer in answers.items() if name in answer.missing_packages]:
             yield Problem(f"{config}: {field}", f"needs the Python package {name}", f"not on {', '.join(nodes)}", todo)
+
+
+def too_little_memory(
+    config: Path, experiment: Experiment, plan: Plan, memory: Mapping[str, int | None]
+) -> Iterator[Problem]:
+    """Yields nodes without enough memory for offloaded states; warns of those that copies of a checkpoint may fill."""
+    where = f"{config}: deepspeed.zero_optimization"
+    for node, need in host_memory_of(experiment, plan).items():
+        if (available := memory.get(node)) is None or available >= need.most:
+            continue
+        got = f"{available / GIB:.1f} GiB"
+        if available < need.least:
+            ranks, size = count(need.ranks, "rank"), f"{need.least / GIB:.1f} GiB"
+            what = f"the offloaded states of {ranks} need {size} of {node}'s memory"
+            yield Problem(where, what, got, "use more nodes, or offload less")
+        else:
+            what = f"with copies of a checkpoint, offloaded states need {need.most / GIB:.1f} GiB of {node}'s memory"
+            print(f"warning: {Problem(where, what, got, 'set train.async_save to false')}", file=sys.stderr)
 
 
 def _label(name: str, found: Fingerprint | None) -> str:

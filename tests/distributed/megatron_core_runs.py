@@ -140,7 +140,7 @@ def experiment(**fields: Any) -> Experiment:
             "hidden_size": 64,
             "num_attention_heads": 4,
             "seq_length": 64,
-            # 500 tokens: 500 rows on one rank, 600 on two that share them out.
+            # 500 tokens: 500 rows on one rank, 600 on two that split them.
             "make_vocab_size_divisible_by": 100,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,

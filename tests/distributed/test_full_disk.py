@@ -117,4 +117,4 @@ def test_a_disk_that_is_full_and_then_read_only_for_a_while(tmp_path: Path, runs
     assert "read-only file system" in str(reasons).lower()
     assert events[-1] == "run_finished"
     assert (run / "checkpoints" / "latest").read_text() == f"iter_{ITERATIONS:07d}"
-    assert "bytes found no room on the disk]" in (run / run_folder.rank_log(0)).read_text()
+    assert "bytes did not fit on the disk]" in (run / run_folder.rank_log(0)).read_text()

@@ -78,7 +78,7 @@ def test_a_rank_that_leaves_early_has_died(make: Make) -> None:
         assert run.end() == 4
         (event,) = run.events()
         assert event["event"] == "rank_died"
-        assert event["reason"].startswith(f"left with exit code {code} after iteration ")
+        assert event["reason"].startswith(f"exited with code {code} after iteration ")
 
 
 def test_a_rank_that_fails_of_itself_gives_its_exit_code(make: Make) -> None:

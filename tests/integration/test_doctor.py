@@ -129,7 +129,7 @@ def test_a_node_that_is_down_and_what_a_dead_run_left_are_mended(rack: Rack) -> 
         done = rack.fab("check", "--fix")
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stderr.splitlines() == [
-            f"fixed: end what run {DEAD_RUN} left behind",
+            f"fixed: end the leftover processes of run {DEAD_RUN}",
             "fixed: bring the nodes up: keys, image, containers",
         ]
         assert rack["host-a"].processes(DEAD_RUN) == []

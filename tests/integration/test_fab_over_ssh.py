@@ -346,7 +346,7 @@ def test_a_fetch_onto_a_disk_that_is_full(lab: Lab, run: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)),
     )  # fmt: skip
     assert done.stderr == (
-        f"runs/{RUN}: could not be written; got File too large; make room there, or make it writable, then try again\n"
+        f"runs/{RUN}: could not be written; got File too large; free space there, or make it writable, then try again\n"
     )
     assert done.returncode == 3
     assert list(run.parent.iterdir()) == []

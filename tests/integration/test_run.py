@@ -95,7 +95,7 @@ def test_the_first_rank_that_fails_is_named(rack_up: Up, code: Path) -> None:
     exit_code, output, run_id = run(rack_up.rack, code, "-- python main.py --raise")
     assert exit_code == 4
     assert "host-b: ValueError: rank one has enough\n" in output
-    assert re.search(rf"{run_id}: the run failed; got exit code \d, rank 1 on host-b left with exit code 1; ", output)
+    assert re.search(rf"{run_id}: the run failed; got exit code \d, rank 1 on host-b exited with code 1; ", output)
     assert "  error    ValueError: rank one has enough\n" in output
     log = rack_up.rack.fab("logs", "--run", run_id, "--rank", "1")
     assert log.stdout.endswith("ValueError: rank one has enough\n"), log.stderr

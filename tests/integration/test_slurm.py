@@ -337,7 +337,7 @@ def test_a_program_of_ones_own_that_fails_says_why(program: SlurmCluster) -> Non
     assert "FileNotFoundError: [Errno 2] No such file or directory: 'setup'" in done.stderr
     done = program.execute(f"{run} -- bash -c 'exit 85'")
     assert done.returncode == 4
-    assert "left with exit code 85" in done.stderr
+    assert "exited with code 85" in done.stderr
 
 
 @pytest.mark.full

@@ -53,7 +53,7 @@ def test_a_program_runs_on_nodes_without_python(image: str, tmp_path: Path) -> N
         assert done.returncode == 4, output
         assert {"node-1: rank 0 of 2", "node-2: rank 1 of 2"} <= set(output.splitlines())
         found = re.search(
-            r"^(bash-\S+): the run failed; got exit code \d, rank 1 on node-2 left with exit code 3;", output, re.M
+            r"^(bash-\S+): the run failed; got exit code \d, rank 1 on node-2 exited with code 3;", output, re.M
         )
         assert found, output
         assert (

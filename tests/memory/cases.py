@@ -72,7 +72,7 @@ _LARGER: Final = {
     "model.max_position_embeddings": 80,
     "batch.micro_batch_size": 3,
 }
-_LARGER_VOCABULARY: Final = {"model.vocab_size": 730}  # 750 rows, or 800 that two ranks share out
+_LARGER_VOCABULARY: Final = {"model.vocab_size": 730}  # 750 rows, or 800 that two ranks split
 _HEADS: Final = {"model.kv_channels": 24}
 """Wider together than hidden_size, as those of preset gpt-xl."""
 _LLAMA: Final = {

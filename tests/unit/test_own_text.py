@@ -153,7 +153,7 @@ def test_no_rule_about_upstream_matches_tridocks_own_text(own_sentences: set[str
         'MARK = "was killed by the kernel"\nif MARK in reason: pass',
         'if b"has not answered" in done.stderr: pass',
         'if said.startswith("the checkpoint could not be written"): pass',
-        'import re\nre.search("did not all meet at (.+)", log)',
+        'import re\nre.search("ranks joined at (.+)", log)',
     ],
 )
 def test_a_match_of_own_text_is_found(source: str, own_sentences: set[str]) -> None:

@@ -68,7 +68,7 @@ def end_message(run_id: str, state: RunState, exit_code: int | None, why: str) -
     """Returns the message about a run's end; None for a run that a user stopped."""
     if (occasion := _ENDS.get(state)) is None:
         return None
-    lost = "its supervisor is gone and left no exit code" if state is RunState.LOST else f"exit code {exit_code}"
+    lost = "its supervisor is gone, without an exit code" if state is RunState.LOST else f"exit code {exit_code}"
     return Message(f"end-{state}", occasion, f"{run_id}: {occasion}", why or lost)
 
 

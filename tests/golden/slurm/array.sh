@@ -29,7 +29,7 @@ runs=(
 RUN="$WORKSPACE/runs/${runs[SLURM_ARRAY_TASK_ID]}"
 mapfile -t program <"$RUN/program"
 
-# The ranks meet on the first node, at a port that no other job has.
+# The rendezvous is on the first node, at a port that no other job has.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes[0]}
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))

@@ -18,7 +18,7 @@ trap '' USR1  # the supervisor answers it
 WORKSPACE=/scratch/me
 RUN="$WORKSPACE/runs/gpt-xl-pipeline-20260102-030405-0001"
 
-# The ranks meet on the first node, at a port that no other job has.
+# The rendezvous is on the first node, at a port that no other job has.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes[0]}
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))

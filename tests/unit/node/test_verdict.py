@@ -97,8 +97,8 @@ def test_a_program_hangs_without_output_and_processor_time() -> None:
         (signal.SIGKILL, Cause.RANK_SIGNALLED, "was ended by SIGKILL after iteration 7"),
         (signal.SIGSEGV | 0x80, Cause.RANK_SIGNALLED, "was ended by SIGSEGV after iteration 7"),
         (40, Cause.RANK_SIGNALLED, "was ended by signal 40 after iteration 7"),
-        (3 << 8, Cause.RANK_EXITED, "left with exit code 3 after iteration 7"),
-        (0, Cause.RANK_EXITED, "left with exit code 0 after iteration 7"),
+        (3 << 8, Cause.RANK_EXITED, "exited with code 3 after iteration 7"),
+        (0, Cause.RANK_EXITED, "exited with code 0 after iteration 7"),
         (None, Cause.RANK_VANISHED, "ended without a message after iteration 7"),
     ],
 )

@@ -195,7 +195,7 @@ def test_damaged_keys_are_never_replaced_in_silence(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_hold_them(tmp_path: Path) -> None:
     (tmp_path / ".tridock").write_text("a file")
-    todo = f"make {tmp_path / '.tridock'} and all in it yours to write, and leave room on its disk"
+    todo = f"make {tmp_path / '.tridock'} and everything in it writable for you, and free space on its disk"
     assert message(store(tmp_path)) == (
         f"{tmp_path / '.tridock'}: the cluster's keys cannot be stored here; got file exists; {todo}"
     )

@@ -159,7 +159,7 @@ def test_megatron_v115_says_what_would_run(tmp_path: Path) -> None:
 def test_a_run_that_has_nothing_left_to_run_as(tmp_path: Path) -> None:
     folder = a_run(tmp_path, {"node-1": [0], "node-2": [0, 1, 2]}, **V115, **PIPELINE)
     assert refused(folder, ["node-2"], from_scratch=True) == (
-        f"{RUN_ID}: has no layout with a global batch of 24 on the nodes that are left; got 1 slot on node-1; bring "
+        f"{RUN_ID}: has no layout with a global batch of 24 on the remaining nodes; got 1 slot on node-1; bring "
         f"node-2 back, and continue with train.load={folder}/checkpoints"
     )
 

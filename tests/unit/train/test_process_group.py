@@ -70,7 +70,7 @@ def test_ranks_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RunError) as caught:
         join()
     assert str(caught.value) == (
-        f"rendezvous: the 2 ranks did not all meet at 127.0.0.1:{os.environ['MASTER_PORT']}; "
+        f"rendezvous: not all 2 ranks joined at 127.0.0.1:{os.environ['MASTER_PORT']}; "
         "got Timed out after 2 seconds waiting for clients. 1/2 clients joined; "
         "see the launcher's log for nodes that did not start, and that every node reaches this address"
     )

@@ -113,7 +113,7 @@ def test_ssh_to_nobody() -> None:
 
 def test_the_supervisor_knows_the_first_rank_better_than_torchruns_summaries() -> None:
     assert diagnose(RECORDED["torchrun-root-cause"]).cause == "rank 1 ended first, with exit code -9 (SIGKILL)"
-    exited = replace(seen(Cause.RANK_EXITED, "left with exit code 1"), launcher=TORCHRUN)
+    exited = replace(seen(Cause.RANK_EXITED, "exited with code 1"), launcher=TORCHRUN)
     assert diagnose(exited).rule == "program-failed"
     raised = replace(
         RECORDED["torchrun-root-cause"], launcher=TORCHRUN.replace("-9 (pid: 183)  (SIGKILL)", "1 (pid: 183) ")
@@ -131,7 +131,7 @@ def test_a_program_that_failed_is_explained_by_its_exception() -> None:
         "cause": Cause.RANK_EXITED,
         "rank": 1,
         "node": "b",
-        "reason": "left with exit code 1",
+        "reason": "exited with code 1",
     }
     raised = "Traceback (most recent call last):\n  File x\nmy.BadError: no more\n"
     answers = {"a": Evidence(events=json.dumps(event), plan={"ranks": [{"rank": 1, "node": "b"}]}, printed={1: raised})}
@@ -265,7 +265,7 @@ def test_docs_list_every_rule() -> None:
 
 
 def test_a_lost_node_tells_more_than_the_rank_that_lost_it() -> None:
-    died = {"event": "rank_died", "cause": Cause.RANK_EXITED, "rank": 0, "node": "a", "reason": "left with exit code 1"}
+    died = {"event": "rank_died", "cause": Cause.RANK_EXITED, "rank": 0, "node": "a", "reason": "exited with code 1"}
     lost = {"event": "node_lost", "cause": Cause.NODE_SILENT, "node": "b", "reason": "has not answered for 20 s"}
     events = f"{json.dumps(died)}\n{json.dumps(lost)}\n"
     assert diagnose(facts_of({"a": Evidence(events=events)}, "a", 4)).rule == "node-lost"

@@ -154,7 +154,7 @@ def _which_run(script: Script[Any]) -> Iterator[str]:
 
 
 def _meeting(request: Request) -> Iterator[str]:
-    yield "# The ranks meet on the first node, at a port that no other job has."
+    yield "# The rendezvous is on the first node, at a port that no other job has."
     yield 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
     yield "export MASTER_ADDR=${nodes[0]}"
     yield f"export MASTER_PORT=$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"

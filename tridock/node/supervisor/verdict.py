@@ -118,7 +118,7 @@ def ending(status: RankStatus) -> tuple[Cause, str]:
         if number == signal.SIGKILL and status.killed_for_memory:
             cause, how = Cause.RANK_KILLED_FOR_MEMORY, "was killed by the kernel, out of memory"
     else:
-        cause, how = Cause.RANK_EXITED, f"left with exit code {status.wait_status >> 8}"
+        cause, how = Cause.RANK_EXITED, f"exited with code {status.wait_status >> 8}"
     return cause, f"{how}{after}"
 
 

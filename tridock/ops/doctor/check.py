@@ -147,7 +147,7 @@ def _compare(session: Session, reports: Reports, report: Report) -> None:
         report.findings += limit_findings(cluster, node, own)
         if node == session.head and (problem := own.rendezvous.problem) is not None:
             problem = replace(problem, where=f"{node}: {problem.where}")
-            report.findings.append(fail("network", problem, "the ranks meet at a port of the head"))
+            report.findings.append(fail("network", problem, "the rendezvous of the ranks is at a port of the head"))
     report.findings += device_findings(cluster, reports, ask_gpu_hosts(session, reports))
     disk = min(own.disk.free if own.disk else 0 for own in reports.values())
     shm = min(own.shm.free if own.shm else 0 for own in reports.values())

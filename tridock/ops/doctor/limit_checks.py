@@ -44,7 +44,7 @@ def _shared_memory(cluster: Cluster, node: str, shm: Space) -> Iterator[Finding]
         todo = transport_of(cluster).shared_memory_remedy()
         yield fail("space", Problem(node, what, size_text(shm.bytes), todo), _SHM_WHY)
     elif shm.free < SHM_FREE_BYTES:
-        todo = "remove what dead processes left there (ls -l /dev/shm)"
+        todo = "remove the files of dead processes there (ls -l /dev/shm)"
         yield fail("space", Problem(node, "its /dev/shm is full", _free(shm), todo), _SHM_WHY)
 
 

@@ -65,7 +65,10 @@ def _route(cluster: Cluster, node: str, probe: PeerProbe) -> Iterator[Finding]:
     if route is None:
         return
     address = cluster.address_of(cluster.head)
-    todo, why = f"give its address (nodes.{cluster.host_of(cluster.head)}.address)", "the ranks meet at that address"
+    todo, why = (
+        f"give its address (nodes.{cluster.host_of(cluster.head)}.address)",
+        "the rendezvous of the ranks is at that address",
+    )
     if route.error:
         problem = Problem(node, f"does not find the head at {address}", route.error.lower(), todo)
         yield fail("network", problem, why)

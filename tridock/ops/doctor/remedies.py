@@ -17,7 +17,7 @@ def apply_fixes(session: Session, report: Report, say: Callable[[str], object]) 
     for run_id in sorted(remedy[1] for remedy in wanted if remedy[0] == "stop"):
         _try(
             say,
-            f"end what run {run_id} left behind",
+            f"end the leftover processes of run {run_id}",
             partial(registry.stop, session, registry.Run(run_id, session.head)),
         )
     if UP in wanted:

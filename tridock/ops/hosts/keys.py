@@ -92,7 +92,7 @@ class KeyStore:
                 os.close(lock)
         except OSError as error:
             where = f"{error.filename or self.folder}"
-            todo = f"make {self.folder.parent} and all in it yours to write, and leave room on its disk"
+            todo = f"make {self.folder.parent} and everything in it writable for you, and free space on its disk"
             raise RequestError(
                 Problem(where, "the cluster's keys cannot be stored here", _reason(error), todo)
             ) from None

@@ -134,7 +134,7 @@ class Delivery:
         order = "".join(f"{name}\n" for name in archive.files).encode()
         self.host.put_tree({**archive.inline, "order": order}, self.folder, mode=0o600)
         if inventory.files:
-            self._do("remove what an interrupted command has left", _TIDY)
+            self._do("remove the files of an interrupted command", _TIDY)
         return there
 
     def receive(self, piece: Piece, progress: Callable[[int], object]) -> None:

@@ -42,7 +42,7 @@ def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = 
             _bring(session, run, Path(folder), checkpoints)
             _move(Path(folder) / run.run_id, home)
     except OSError as error:
-        todo = "make room there, or make it writable, then try again"
+        todo = "free space there, or make it writable, then try again"
         raise ClusterError(Problem(str(home), "could not be written", error.strerror or str(error), todo)) from None
     return home
 

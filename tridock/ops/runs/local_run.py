@@ -227,7 +227,7 @@ def start_and_follow(
     except KeyboardInterrupt:
         return _interrupted(folder, env)
     if unsent := wait_for_delivery(folder, _DELIVERY_S):
-        print(f"{', '.join(unsent)}: still sending; tridock track {shlex.quote(str(folder))} sends what is left")
+        print(f"{', '.join(unsent)}: still sending; tridock track {shlex.quote(str(folder))} sends the rest")
     if code not in (0, run_folder.EXIT_STOPPED, run_folder.EXIT_PREEMPTED):
         print(_why(folder, code, env), file=sys.stderr)
     return code

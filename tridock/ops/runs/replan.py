@@ -180,7 +180,7 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], from_scratch: bool)
     slots = sum(map(len, after.values()))
     here = f"{slots} slot{'s' * (slots != 1)} on {_named(after)}"
     if found is None:
-        what = f"has no layout with a global batch of {experiment.batch.global_batch_size} on the nodes that are left"
+        what = f"has no layout with a global batch of {experiment.batch.global_batch_size} on the remaining nodes"
         todo = f"bring {', '.join(lost)} back, and continue with {shlex.quote(f'train.load={run.checkpoints}')}"
         raise RequestError(Problem(where, what, here, todo))
     nodes, fewest = slots_of(found.laid_out.document()), run.supervision.min_nodes

@@ -120,7 +120,7 @@ def _follow(run: Submitted, paths: Sequence[Path]) -> int:
             time.sleep(_POLL_S)
     if run.exit_code is None:
         got = scheduler.ended_state(run.job_id) or ""
-        what, todo = "has ended, and left no exit code", f"look at Slurm's own output in {run.folder}/logs"
+        what, todo = "has ended without an exit code", f"look at Slurm's own output in {run.folder}/logs"
         raise RunError(Problem(run.folder.name, what, got.lower(), todo))
     return run.exit_code
 

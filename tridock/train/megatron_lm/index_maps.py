@@ -87,7 +87,7 @@ def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
             for name in made:
                 (Path(folder) / name).replace(prefix.parent / name)
     except OSError as error:
-        todo = "make the folder writable for the node's user, with room in it"
+        todo = "make the folder writable for the node's user, and free space on its disk"
         got, cause = f"{error.strerror} in {prefix.parent}", Cause.INDEX_MAPS_NOT_WRITABLE
         problem = Problem("index maps", "cannot be made beside the data", got, todo, cause=cause)
         raise RunError(problem) from None

@@ -81,8 +81,8 @@ def join() -> Ranks:
     except dist.DistBackendError:
         raise  # NCCL's message names the problem
     except (dist.DistError, RuntimeError, ValueError) as error:
-        meeting = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-        what = f"the {environment['WORLD_SIZE']} ranks did not all meet at {meeting}"
+        address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        what = f"not all {environment['WORLD_SIZE']} ranks joined at {address}"
         todo = "see the launcher's log for nodes that did not start, and that every node reaches this address"
         got = str(error).strip().splitlines()[0].rstrip(".")
         raise RunError(Problem("rendezvous", what, got, todo, cause=Cause.RENDEZVOUS_FAILED)) from None

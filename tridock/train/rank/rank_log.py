@@ -121,7 +121,7 @@ class _Copy:
         """Writes to every target. Later reports the bytes that a full disk missed; drops a target that is closed."""
         for target in list(self._alive):
             lost = self._lost[target]
-            missed = b"\n[%d bytes found no room on the disk]\n" % lost if lost else b""
+            missed = b"\n[%d bytes did not fit on the disk]\n" % lost if lost else b""
             try:
                 rest = _write_all(target, missed + chunk)
             except OSError:

@@ -42,7 +42,7 @@ def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
     with _heartbeat(run_folder, rank):
         code = _run_guarded(run_folder, program)
         if not appends.flush(_ROOM_S if code == 0 else 0.0):
-            print(f"rank {rank}: its last events and metrics are lost: no room in {run_folder}", file=sys.stderr)
+            print(f"rank {rank}: its last events and metrics are lost: no space in {run_folder}", file=sys.stderr)
         if code == 0:
             heartbeat.beat(heartbeat.END)
     log.close()

@@ -49,7 +49,7 @@ def test_shared_memory_that_dead_processes_fill(tmp_path: Path) -> None:
     full = node_report(shm=Space(2 * GB, 10_000_000))
     assert shown(limit_checks.space_findings(make_cluster(tmp_path), "host-2", full)) == [
         "fail  host-2: its /dev/shm is full; got 10.0 MB of 2.0 GB free; "
-        "remove what dead processes left there (ls -l /dev/shm)"
+        "remove the files of dead processes there (ls -l /dev/shm)"
     ]
 
 

@@ -100,7 +100,7 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
     assert apply_fixes(report.session, report, said.append)
     assert (did, said) == (
         ["r-1", "keys"],
-        ["fixed: end what run r-1 left behind", "fixed: give all nodes the cluster's keys again"],
+        ["fixed: end the leftover processes of run r-1", "fixed: give all nodes the cluster's keys again"],
     )
     report.findings.append(fail("nodes", DOWN, "", UP))  # which gives the keys, too
     del did[:], said[:]
@@ -108,7 +108,7 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
     assert (did, said) == (
         ["r-1"],
         [
-            "fixed: end what run r-1 left behind",
+            "fixed: end the leftover processes of run r-1",
             "not fixed: bring the nodes up: keys, image, containers",
             "    host-2: its node would be replaced by tridock up while a run is active; got r; "
             "stop the run first: tridock stop",

@@ -232,7 +232,7 @@ def test_logs(slurm: Slurm, workspace: Path, answer: Answer) -> None:
     (folder / "exit_code").unlink()
     answer("sacct", "NODE_FAIL")
     assert slurm("logs", "--follow")[::2] == (
-        4, f"{folder.name}: has ended, and left no exit code; got node_fail; "
+        4, f"{folder.name}: has ended without an exit code; got node_fail; "
         f"look at Slurm's own output in {folder}/logs\n",
     )  # fmt: skip
     assert slurm("logs", "16") == (

@@ -79,7 +79,7 @@ def test_a_program_per_node_has_the_variables_of_its_node(folder: Path, capfd: p
 def test_a_code_that_means_something_else_here_is_a_failure(folder: Path, tmp_path: Path) -> None:
     assert run(folder, "bash", "-c", "exit 85") == 4
     assert (folder / "exit_code").read_text() == "4\n"
-    assert events(folder, "rank_died")[0]["reason"] == "left with exit code 85"
+    assert events(folder, "rank_died")[0]["reason"] == "exited with code 85"
     assert not (tmp_path / "asked").exists() or requeued(tmp_path) == 0
 
 

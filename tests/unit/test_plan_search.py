@@ -290,3 +290,25 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # ---- the user's own program ----
+
+
+def test_states_go_to_the_host_only_where_nothing_fits_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "big.yaml"
+    fields = {"name": "big", "model": {"preset": "gpt3-13b", "seq_length": 2048}, "train": {"train_iters": 10}}
+    fields |= {"batch": {"micro_batch_size": 1, "global_batch_size": 16}, "data": {"data_path": "data/x"}}
+    file.write_text(yaml.safe_dump(fields))
+    large, small = ((str(file), "--nodes", "1", "--gpus-per-node", "4", "--gpu", gpu) for gpu in ("h200", "a100-40gb"))
+    assert not [one for one in document(capsys, *large, "--search")["found"] if "deepspeed" in str(one["set"])]
+    layouts = document(capsys, *small, "--search")["found"]
+    assert layouts
+    assert all("deepspeed" in str(one["set"]) for one in layouts)
+    options = [word for override in layouts[0]["set"] for word in ("--set", override)]
+    again = document(capsys, *small, *options)
+    assert again["verdict"] == "fits"
+    assert again["host_memory"]["node-0"]["least"] > 200e9
+    assert main(["plan", *small, "--search"]) == 0
+    text = capsys.readouterr().out
+    assert "ZeRO-3 op" in text
+    assert "nothing fits without offloading to the host: o, optimizer states; op, weights too" in text

@@ -207,6 +207,10 @@ class Engine(ABC):
         else:
             yield from ({"parallel.zero_stage": stage} for stage in ((0, 1) if stages > 1 else (0, 1, 2, 3)))
 
+    def offload_choices(self, _experiment: Experiment) -> Iterator[Choice]:
+        """Yields the ways to keep states in the host's memory, which the search tries if nothing fits without."""
+        yield from ()
+
     @abstractmethod
     def recompute_choices(self) -> tuple[Choice, ...]:
         """Returns the ways to recompute activations."""

@@ -35,6 +35,11 @@ class Offload:
         section = given if isinstance(given, Mapping) else {}
         return cls(*(_is_offloaded(section.get(path.rpartition(".")[2])) for path in OFFLOAD))
 
+    @property
+    def label(self) -> str:
+        """Returns its short form for tables, after that of the ZeRO stage."""
+        return f" {'o' * self.optimizer}{'p' * self.parameters}".rstrip()
+
     def states(self, states: States, experiment: Experiment, owned: int, steps: int) -> States:
         """Moves the offloaded bytes of ``states`` from the GPU to the host; returns the new states.
 
@@ -72,6 +77,18 @@ class Offload:
         if self.parameters:
             work = replace(work, weights=work.weights + 2 * steps * short)
         return work
+
+
+def offload_choices(experiment: Experiment) -> Iterator[Mapping[str, object]]:
+    """Yields an experiment's DeepSpeed options with the optimizer's states on the host, and in ZeRO stage 3 with the
+    weights there too; nothing if it has no ZeRO stage, or offloads already."""
+    stage, given = experiment.parallel.zero_stage, Offload.of(experiment)
+    if stage == 0 or given.optimizer or given.parameters:
+        return
+    for paths in OFFLOAD[:1], *([OFFLOAD] if stage == 3 else []):
+        section = experiment.deepspeed.get("zero_optimization", {})
+        offloaded = {path.rpartition(".")[2]: {"device": "cpu"} for path in paths}
+        yield {"deepspeed": {**experiment.deepspeed, "zero_optimization": {**section, **offloaded}}}
 
 
 def offload_problems(experiment: Experiment, path: str, value: object) -> Iterator[Problem]:

@@ -3,12 +3,14 @@ first, and the reasons against the others.
 
 The search varies parallel sizes, sequence parallelism, the distributed optimizer or the ZeRO stage, the micro batch and
 recomputation. The model, the engine and the global batch stay as the experiment gives them. If a layout fits only
-with recomputation, the search also lists it with the fewest recomputed layers that fit.
+with recomputation, the search also lists it with the fewest recomputed layers that fit. If none fits, it tries states
+in the host's memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 
 from tridock.engines import engine_of
 from tridock.engines.engine import Choice
@@ -91,13 +93,21 @@ def search(
     found: list[Candidate] = []
     rejected: list[Rejected] = []
     every = list(choices(fixed, world_size))
-    for number, choice in enumerate(every, start=1):
+
+    def judge(choice: Choice) -> None:
         outcome = _judge(choice, with_choice(fixed, choice), world_size, per_node, assumptions, rates)
         if isinstance(outcome, Candidate):
             found.append(outcome)
         else:
             rejected.append(outcome)
+
+    for number, choice in enumerate(every, start=1):
+        judge(choice)
         tried(number, len(every))
+    if not found:
+        for choice in every:
+            for offload in engine_of(fixed).offload_choices(with_choice(fixed, choice)):
+                judge({**choice, **offload})
     found += list(_with_less_recomputed(fixed, found, world_size, per_node, assumptions, rates))
     found.sort(key=lambda one: (one.worst.fit != "fits", one.seconds, one.worst.total_bytes))
     return Search(tuple(found), tuple(rejected), rates)
@@ -156,9 +166,9 @@ def _with_less_recomputed(
             yield least
 
 
-def _layout_of(choice: Choice) -> tuple[tuple[str, object], ...]:
+def _layout_of(choice: Choice) -> tuple[tuple[str, str], ...]:
     """Returns the choice without its recomputation fields."""
-    return tuple((path, value) for path, value in choice.items() if not path.startswith("model."))
+    return tuple((path, as_yaml(value)) for path, value in choice.items() if not path.startswith("model."))
 
 
 def _recomputes_layers(candidate: Candidate) -> bool:
@@ -174,18 +184,20 @@ def with_global_batch(experiment: Experiment, world_size: int) -> Experiment:
 
 def with_choice(experiment: Experiment, choice: Choice) -> Experiment:
     parts: dict[str, dict[str, object]] = {}
+    update: dict[str, object] = {}
     for path, value in choice.items():
         section, _, field = path.partition(".")
-        parts.setdefault(section, {})[field] = value
-    update = {name: getattr(experiment, name).model_copy(update=fields) for name, fields in parts.items()}
+        if field:
+            parts.setdefault(section, {})[field] = value
+        else:
+            update[path] = value
+    update |= {name: getattr(experiment, name).model_copy(update=fields) for name, fields in parts.items()}
     return experiment.model_copy(update=update)
 
 
 def value_of(experiment: Experiment, path: str) -> object:
-    """Returns the value of a field of a section, such as ``parallel.zero_stage``."""
-    section, _, field = path.partition(".")
-    value: object = getattr(getattr(experiment, section), field)
-    return value
+    """Returns the value of a field, such as ``parallel.zero_stage``."""
+    return attrgetter(path)(experiment)
 
 
 def choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tridock.engines.offload import Offload
 from tridock.errors import Problem, RequestError, count
 from tridock.experiment import load_experiment
 from tridock.experiment.model import Model
@@ -386,6 +387,8 @@ def render_search(found: Search, name: str) -> Group:
     legend = (
         "mb: micro batch; states: ZeRO stage, distributed optimizer, reduce_gradients_once; recompute: full, selective"
     )
+    if any(Offload.of(one.experiment).label for one in found.found):
+        legend += "\nnothing fits without offloading to the host: o, optimizer states; op, weights too"
     parts: list[RenderableType] = [table, Text(legend, "dim")]
     rates = found.rates
     parts.append(f"network: {rates.network_gb_s * 8:g} Gbit/s per node ({rates.network_source})")
@@ -427,7 +430,7 @@ def _candidate_row(one: Candidate) -> Iterator[str | Text]:
     yield layout_label(parallel, one.data_parallel_size) + (" SP" if parallel.sequence_parallel else "")
     yield str(one.experiment.batch.micro_batch_size)
     yield (
-        f"ZeRO-{parallel.zero_stage}"
+        f"ZeRO-{parallel.zero_stage}{Offload.of(one.experiment).label}"
         if parallel.zero_stage
         else "dist"
         if parallel.use_distributed_optimizer

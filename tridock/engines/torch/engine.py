@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from tridock.engines.deepspeed import zero_host_work, zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
+from tridock.engines.offload import offload_choices
 from tridock.engines.torch import legality
 from tridock.engines.torch.fsdp import is_sharded, scattered, scatters_each, shards_of, summed_up
 from tridock.engines.torch.legality import FIELDS
@@ -165,6 +166,10 @@ class Torch(Engine):
             yield from super().state_choices(experiment, stages)
         else:
             yield from ({"parallel.reduce_gradients_once": once} for once in (False, True)[: 1 if stages > 1 else 2])
+
+    def offload_choices(self, experiment: Experiment) -> Iterator[Choice]:
+        if experiment.parallel.strategy == "zero":
+            yield from offload_choices(experiment)
 
     def is_repeated(self, choice: Choice, replicas: int, accumulation: int) -> bool:
         """One micro batch is reduced once either way, and one replica reduces nothing."""

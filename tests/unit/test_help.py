@@ -91,3 +91,9 @@ def test_start_up_imports_no_heavy_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "set()\n")
+
+
+def test_no_argument_replaces_the_programs_name() -> None:
+    """``program`` is `tridock` or `fab`: messages name commands by it."""
+    named = [parser.prog for parser in parsers(build_parser()) for it in parser._actions if it.dest == "program"]
+    assert named == []

@@ -54,7 +54,7 @@ def add(commands: Commands) -> None:
     add_start(parser, "print the command, and the names of the run's files; contact no host")
     text = "torchrun, deepspeed, `accelerate launch` or mpirun with script and arguments, or any other program,"
     text += " which is started once per slot"
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help=text)
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help=text)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -133,7 +133,7 @@ def _experiment(arguments: argparse.Namespace) -> CommandExperiment:
     from tridock.experiment.command import ENGINE, CommandExperiment, name_of
     from tridock.strict_yaml import validated
 
-    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    program = arguments.command_line[1:] if arguments.command_line[:1] == ["--"] else arguments.command_line
     if bool(program) == (arguments.config is not None):
         got, todo = ("both" if program else ""), "write it after --, as in: tridock run -- torchrun train.py"
         raise RequestError(Problem("PROGRAM", "or --config must name the program, but not both", got, todo))

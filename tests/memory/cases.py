@@ -99,6 +99,7 @@ _DROPOUT: Final = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 _VPP, _CP = "parallel.virtual_pipeline_model_parallel_size", "parallel.context_parallel_size"
+_EP, _ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
 _SP, _DISTRIBUTED = "parallel.sequence_parallel", "parallel.use_distributed_optimizer"
 
 _CORE_LAYOUTS: Final[dict[str, tuple[int, Fields]]] = {
@@ -153,6 +154,12 @@ def _core() -> Iterator[tuple[str, int, Fields]]:
     for layout in ("one", "dp2-distributed"):
         ranks, fields = _CORE_LAYOUTS[layout]
         yield f"{layout}-mixtral", ranks, {**fields, **_BF16, **_MIXTRAL, _ACCUMULATED: 8}
+    for layout, ranks, fields in (
+        ("ep2", 2, {_EP: 2}),
+        ("ep2-distributed", 4, {_EP: 2, _DISTRIBUTED: True}),
+        ("tp2-sp-ep2", 2, {_TP: 2, _SP: True, _EP: 2, _ETP: 1}),
+    ):
+        yield f"{layout}-mixtral", ranks, {**fields, **_BF16, **_MIXTRAL, _ACCUMULATED: 16}
     yield "one-block3-larger", 1, {**_BF16, **block3, **_LARGER, **_LARGER_VOCABULARY, _ACCUMULATED: 3}
     yield "one-full1-dropout", 1, {**_BF16, **_RECOMPUTED["full1"], **_DROPOUT, _ACCUMULATED: 2}
     yield "one-hidden-dropout", 1, {**_BF16, "model.hidden_dropout": 0.1, _ACCUMULATED: 2}

@@ -9,7 +9,9 @@ WITHIN = 0.03
 ATTENTION = "the CPU's attention works in fp32 in its backward pass where it has a mask or dropout"
 HIDDEN = "a few hidden states more or less, of which a stage of two narrow layers has few"
 LAST = "the gradients of layers whose backward pass is yet to come are not there, and weigh as much as activations"
+ROUTED = "the step's fullest micro-batch sends this rank's experts more tokens than the mean, which the plan counts"
 KNOWN = {
+    "megatron-core-tp2-sp-ep2-mixtral": (0.035, ROUTED),
     "megatron-deepspeed-pp2-zero0-fp32": (0.055, HIDDEN),
     "megatron-deepspeed-tp2-checkpointed": (0.045, HIDDEN),
     "megatron-deepspeed-tp2-checkpointed2": (0.165, LAST),

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.ssh import Ssh
+from tridock.node.supervisor import agent_connections
 from tridock.node.supervisor.agent_connections import AgentConnections
 
 FOLDER = Path("/workspace/runs/t-20260102-030405-abcd")
@@ -39,6 +44,40 @@ def test_slurm_has_time_to_start_a_nodes_first_step(tmp_path: Path) -> None:
     watches = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
     assert watches.silence_s()["n1"] < 1
     assert watches.silence_s()["n2"] < -50
+
+
+@pytest.fixture
+def one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentConnections, Path]]:
+    """The connection to one agent, which writes its orders to a file."""
+    orders = tmp_path / "orders"
+    agent = ("bash", "-c", f"cat >{shlex.quote(str(orders))}")
+    monkeypatch.setattr(Reach, "command", lambda self, node, *arguments: [*agent])
+    supervision = Supervision("n1", {"n1": (0,)}, (), 1, 30.0)
+    connections = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
+    yield connections, orders
+    connections.close()
+
+
+def test_agents_get_pings_while_the_supervisor_waits_for_its_disk(
+    one_agent: tuple[AgentConnections, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_connections, "_PING_S", 0.05)
+    connections, orders = one_agent
+    connections.poll(0.0)
+    deadline = time.monotonic() + 60
+    while not orders.exists() or orders.read_text().count("ping\n") < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_node_is_not_silent_because_the_supervisor_waited_for_its_disk(
+    one_agent: tuple[AgentConnections, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections, _ = one_agent
+    connections.poll(0.0)
+    later = time.monotonic() + 100
+    monkeypatch.setattr(agent_connections.time, "monotonic", lambda: later)
+    assert connections.silence_s() == {"n1": 0.0}
 
 
 def test_from_a_login_node_the_head_is_watched_as_the_others_are() -> None:

@@ -3,6 +3,7 @@
 import os
 import selectors
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ class _Connection:
         self._process: subprocess.Popen[bytes] | None = None
         self._partial_line = b""
         self._reconnect_at = 0.0
+        self._sending = threading.Lock()
 
     def open(self, selector: selectors.BaseSelector) -> None:
         """Starts the agent, unless it runs or has just ended."""
@@ -64,8 +66,8 @@ class _Connection:
 
     def send(self, order: str) -> None:
         """Sends an order; ignores a broken connection, which the next read closes."""
-        if self._process is not None:
-            with suppress(OSError):
+        with self._sending, suppress(OSError):
+            if self._process is not None:
                 os.write(_pipes(self._process)[0].fileno(), f"{order}\n".encode())
 
     def read(self, selector: selectors.BaseSelector, *, answers: bool) -> None:
@@ -100,14 +102,15 @@ class _Connection:
 
     def close(self, selector: selectors.BaseSelector, deadline: float = 0.0) -> None:
         """Ends the connection; the next ``open`` makes another. The agent has until ``deadline`` to exit by itself."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        pipes = _pipes(process)
+        with self._sending:
+            process, self._process = self._process, None
+            if process is None:
+                return
+            pipes = _pipes(process)
+            pipes[0].close()
         for pipe in pipes[1:]:
             if pipe in {key.fileobj for key in selector.get_map().values()}:
                 selector.unregister(pipe)
-        pipes[0].close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(_EXIT_S, deadline - time.monotonic()))
         process.kill()
@@ -146,7 +149,14 @@ class AgentConnections:
             reach = supervision.reach if node in supervision.remote else Reach()
             self._nodes[node] = _Connection(node, reach.command(node, "agent", str(folder), node), reach.first_answer_s)
         self._selector = selectors.DefaultSelector()
-        self._pinged, self._polled = 0.0, time.monotonic()
+        self._polled = time.monotonic()
+        self._closed = threading.Event()
+        # In a thread: on a slow disk this process may wait for a minute to write a line, and agents must not miss it.
+        threading.Thread(target=self._ping, daemon=True).start()
+
+    def _ping(self) -> None:
+        while not self._closed.wait(_PING_S):
+            self.order("ping")
 
     def poll(self, seconds: float) -> None:
         """Reads messages for at most this many seconds, and keeps the connections open.
@@ -154,28 +164,24 @@ class AgentConnections:
         Raises :class:`LeaseLostError` if another node has taken over the run: its agents must not be replaced.
         """
         self._lease.renew()
-        now = self._notice_pause()
+        self._notice_pause()
         for connection in self._nodes.values():
             if not connection.connected:
                 self._lease.check()
                 connection.open(self._selector)
-        if now - self._pinged >= _PING_S:
-            self.order("ping")
-            self._pinged = now
         ready = self._selector.select(seconds)
         self._notice_pause()
         for key, _ in ready:
             connection, answers = key.data
             connection.read(self._selector, answers=answers)
 
-    def _notice_pause(self) -> float:
-        """Returns the time. After a pause of this process (container, machine), no node counts as silent."""
+    def _notice_pause(self) -> None:
+        """After a pause of this process (container, machine, a slow disk), no node counts as silent."""
         now = time.monotonic()
         if now - self._polled > _PAUSE_S:
             for connection in self._nodes.values():
                 connection.last_message_at = now
         self._polled = now
-        return now
 
     def order(self, text: str) -> None:
         """Sends an order to every node."""
@@ -191,7 +197,8 @@ class AgentConnections:
         return {node: connection.disk for node, connection in self._nodes.items() if connection.disk is not None}
 
     def silence_s(self) -> dict[str, float]:
-        """Returns the seconds since each node's last message."""
+        """Returns the seconds since each node's last message, without pauses of this process."""
+        self._notice_pause()
         now = time.monotonic()
         return {node: now - connection.last_message_at for node, connection in self._nodes.items()}
 
@@ -228,6 +235,7 @@ class AgentConnections:
 
     def close(self) -> None:
         """Ends all connections."""
+        self._closed.set()
         self.order("bye")
         deadline = time.monotonic() + _CLOSE_S
         for connection in self._nodes.values():

@@ -149,7 +149,7 @@ def _check_finished(sources: tuple[Source, ...], finished: list[Finished]) -> No
     problems = []
     for source, before in zip(sources, finished, strict=False):
         assert source.path is not None  # no journal is saved with standard input
-        same = (source.bytes, source.path.stat().st_mtime_ns) == (before.input.bytes, before.modified_ns)
+        same = (source.bytes, source.path.stat().st_ctime_ns) == (before.input.bytes, before.changed_ns)
         if not same and not (source.path.is_file() and sha256_of(source.path) == before.input.sha256):
             problems.append(_changed_since(source))
     if problems:
@@ -225,7 +225,7 @@ def _append(request: Request, work: ResumableBuild, chunk: Chunk, encoded: Encod
         journal.documents_in += 1
     journal.source, journal.offset = chunk.number, chunk.offset
     if chunk.finished is not None:
-        work.finish(Finished(input=chunk.finished, modified_ns=chunk.modified_ns))
+        work.finish(Finished(input=chunk.finished, changed_ns=chunk.changed_ns))
         journal.source, journal.offset = chunk.number + 1, 0
 
 

@@ -40,10 +40,10 @@ class Counts(BaseModel):
 
 
 class Finished(BaseModel):
-    """An input that has been read to its end, and its modification time."""
+    """An input that has been read to its end, and its ``ctime``."""
 
     input: Input
-    modified_ns: int
+    changed_ns: int
 
 
 class Journal(BaseModel):

@@ -240,7 +240,9 @@ def test_a_finished_input_that_has_changed(tokenizer: BytePairTokenizer, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         preprocess(request(tokenizer, tmp_path / "w", *sources, journal_seconds=0), stop)
     again = request(tokenizer, tmp_path / "w", *sources, resume=True)
+    status = sources[0].stat()
     store(sources[0], "ruof")
+    os.utime(sources[0], ns=(status.st_atime_ns, status.st_mtime_ns))  # as `rsync --times` and `cp --preserve` do
     changed = f"{sources[0]}: has changed since the run started; leave --resume out and start from the beginning"
     assert message(lambda: preprocess(again)) == changed
     store(sources[0], "four")  # the same content, written later

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, cast
@@ -61,12 +61,14 @@ class Identity:
     inode: int
     size: int
     modified_ns: int
+    changed_ns: int = field(compare=False)
+    """The ``ctime``, which nobody can set back; a new link to the file changes it too."""
 
     @classmethod
     def of(cls, file: int | Path) -> Identity:
         """Returns the identity of an open file, or of the file that now has this path."""
         found = os.stat(file)  # noqa: PTH116  file descriptors too
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,8 @@ class Chunk:
     """Whole lines of one source; the last line of a source may lack its newline.
 
     ``position`` counts the bytes read from disk in this source. ``offset`` and ``digest`` (SHA-256) cover the
-    (decompressed) lines up to the end of the chunk. ``finished`` ends a source, whose file was last modified at
-    ``modified_ns``. ``broken`` is why reading failed; ``data`` is then the truncated line. ``plain``: the lines are at
+    (decompressed) lines up to the end of the chunk. ``finished`` ends a source, whose file last changed at
+    ``changed_ns``. ``broken`` is why reading failed; ``data`` is then the truncated line. ``plain``: the lines are at
     ``offset - len(data)`` in this uncompressed file.
     """
 
@@ -88,7 +90,7 @@ class Chunk:
     digest: Future[str]
     position: int
     finished: Input | None = None
-    modified_ns: int = 0
+    changed_ns: int = 0
     broken: Problem | None = None
     plain: Identity | None = None
 
@@ -173,7 +175,7 @@ def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterato
     except OSError as error:
         raise _unreadable(source, error) from None
     facts = Input(name=source.file_name, bytes=offset, sha256=content.hexdigest())
-    yield Chunk(source, number, line, b"", 0, offset, content.mark(), offset, facts, before.modified_ns)
+    yield Chunk(source, number, line, b"", 0, offset, content.mark(), offset, facts, before.changed_ns)
 
 
 def _lines_at(file: int, offset: int, size: int, source: Source, line: int) -> bytes:
@@ -286,7 +288,7 @@ def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, s
         rest = []
     if any(rest):
         yield chunk(b"".join(rest))
-    yield replace(chunk(b""), finished=blocks.facts(), modified_ns=blocks.modified_ns)
+    yield replace(chunk(b""), finished=blocks.facts(), changed_ns=blocks.changed_ns)
 
 
 class _Stream:
@@ -301,7 +303,7 @@ class _Stream:
         self._counted = _CountingReader(cast("BinaryIO", opened))
         self._opened = opened
         self._before = Identity.of(opened.fileno()) if source.path and source.path.is_file() else None
-        self.modified_ns = self._before.modified_ns if self._before else 0
+        self.changed_ns = self._before.changed_ns if self._before else 0
 
     def read(self, size: int) -> Iterator[bytes]:
         raw = io.BufferedReader(self._counted, 1 << 17)
@@ -358,7 +360,7 @@ class _Parquet:
             raise RequestError([Problem(source.name, f"has no column {key!r}", got, todo) for key in absent])
         self._columns = list(dict.fromkeys(keys))
         self._done = 0
-        self.modified_ns = self._before.modified_ns
+        self.changed_ns = self._before.changed_ns
 
     def read(self, size: int) -> Iterator[bytes]:
         """Yields batches of rows of about ``size`` bytes together."""

@@ -107,7 +107,7 @@ except RequestError as error:
     assert out[-1] == "model.vocab_size: is too small for the data"
 
 
-def test_positions_are_shared_out_evenly() -> None:
+def test_positions_are_divided_evenly() -> None:
     out = run("""
 from tridock.train.megatron_core.attention import positions
 print([positions(8, rank, 2).tolist() for rank in range(2)], positions(4, 0, 1).tolist())

@@ -99,7 +99,7 @@ def test_they_are_those_of_a_run_which_then_makes_none(
     assert identity(workspace) == made
 
 
-def test_maps_of_which_a_part_is_missing_and_those_of_other_data_are_made_anew(workspace: Path, source: Path) -> None:
+def test_maps_of_which_a_part_is_missing_and_those_of_other_data_are_rebuilt(workspace: Path, source: Path) -> None:
     assert json.loads(make(workspace, source, 1).stdout)["made"] == 9
     whole, kept = maps(workspace), identity(workspace)
     (victim,) = (workspace / DATA).glob("*_valid_*_shuffle_idx.npy")

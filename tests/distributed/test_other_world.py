@@ -52,15 +52,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_losses_go_on(runs: dict[int, dict[str, Path]], strategy: str, world_size: int) -> None:
+def test_losses_continue(runs: dict[int, dict[str, Path]], strategy: str, world_size: int) -> None:
     calm = {place: loss for place, loss in losses(runs[0][strategy]).items() if place[0] > 6}
-    went_on = losses(runs[world_size][strategy])
-    went_on = {place: loss for place, loss in went_on.items() if place[0] > 6}
+    continued = losses(runs[world_size][strategy])
+    continued = {place: loss for place, loss in continued.items() if place[0] > 6}
     assert len(calm) > 6
     if world_size == 2:
-        assert went_on == calm
+        assert continued == calm
     else:
-        assert went_on == pytest.approx(calm, rel=1e-5 if "bf16" not in strategy else 3e-2)
+        assert continued == pytest.approx(calm, rel=1e-5 if "bf16" not in strategy else 3e-2)
 
 
 def test_a_missing_part_of_another_rank_is_named(runs: dict[int, dict[str, Path]]) -> None:

@@ -43,7 +43,7 @@ def test_a_run_continues_from_its_last_checkpoint_and_twice_at_most(make: Make) 
     assert last[-1] == "tridock: not restarted: restarted 2 times, and restart.max is 2"
 
 
-def test_a_run_without_a_checkpoint_begins_anew(make: Make) -> None:
+def test_a_run_without_a_checkpoint_restarts_from_scratch(make: Make) -> None:
     run = make(steps=150, max_restarts=1, checkpoints=None)
     run.start()
     run.train(beyond=1)
@@ -74,7 +74,7 @@ def test_a_checkpoint_from_before_the_run_is_not_its_own(make: Make, tmp_path: P
 @pytest.mark.parametrize(
     ("word", "reason"), [("fail2", "the request is wrong"), ("fail5", "every rank found the same")]
 )
-def test_what_would_fail_again_is_not_begun_again(make: Make, word: str, reason: str) -> None:
+def test_what_would_fail_again_is_not_restarted(make: Make, word: str, reason: str) -> None:
     run = make(max_restarts=3)
     run.start()
     run.train()

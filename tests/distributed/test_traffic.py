@@ -223,7 +223,7 @@ def test_torch(name: str, of_torch: dict[str, list[list[Call]]]) -> None:
     assert sent(answer, 1) == pytest.approx(planned(one, 0), rel=near)
 
 
-def test_weights_that_are_let_go_are_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_weights_are_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another reuse distance than DeepSpeed's, which takes a model of more than 5e8 weights to see."""
     assert REUSED == 1_000_000_000
     monkeypatch.setattr("tridock.engines.deepspeed.REUSED", 0)

@@ -236,7 +236,7 @@ def test_bytes_that_were_changed_on_a_host_are_fetched_from_elsewhere(lab: Lab) 
     assert lab.sent["host-b"] == 0
 
 
-def test_an_image_that_docker_refuses_is_removed_and_the_others_go_on(lab: Lab) -> None:
+def test_an_image_that_docker_refuses_is_removed_and_the_others_continue(lab: Lab) -> None:
     script = DOCKER.replace("cat ", 'case $PWD in */host-b/*) echo "no space left on device" >&2; exit 1;; esac; cat ')
     (lab.folder / "bin/docker").write_text(script)
     with pytest.raises(ClusterError) as caught:

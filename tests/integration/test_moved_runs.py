@@ -94,7 +94,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(twin: Twin, calm: dict[int, floa
 
 
 @pytest.mark.full  # the states of two ranks in one: tests/distributed/test_other_world.py
-def test_without_a_spare_fewer_replicas_go_on(twin: Twin, calm: dict[int, float]) -> None:
+def test_without_a_spare_fewer_replicas_continue(twin: Twin, calm: dict[int, float]) -> None:
     """The spare is busy with a run of its own. ZeRO's states of two ranks continue in one."""
     twin.clone.succeed("fab up --hosts hostfiles/twin")
     with twin.launched(**LENGTH, **RESTART) as run:

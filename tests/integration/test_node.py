@@ -287,7 +287,7 @@ def test_a_node_started_with_a_user_that_has_no_name(containers: Containers) -> 
     )
 
 
-def test_it_listens_where_it_is_told(containers: Containers, secrets) -> None:
+def test_it_listens_on_the_configured_addresses(containers: Containers, secrets) -> None:
     folder = secrets("node-1")["node-1"]
     options = ["--volume", f"{folder}:/run/tridock/secrets:ro", "--env", "TRIDOCK_SSH_LISTEN=127.0.0.1"]
     name = containers.start("node", options=[*options, "--env", "TRIDOCK_SSH_PORT=2345"])

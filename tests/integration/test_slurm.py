@@ -299,7 +299,7 @@ def run_program(cluster: SlurmCluster, options: str, command: str) -> Job:
     return Job(found[1], found[3])
 
 
-def test_a_program_of_ones_own_is_stopped_in_time_queued_again_and_goes_on(program: SlurmCluster) -> None:
+def test_a_program_of_ones_own_is_stopped_in_time_requeued_and_continues(program: SlurmCluster) -> None:
     job = run_program(program, "--resume-command 'torchrun train.py 100000 --resume'", "torchrun train.py 100000")
     program.until(lambda: len(program.losses(job)) > 20, "the program trains", job)
     assert {f"rank-{rank}.log" for rank in range(4)} <= set(program.succeed(f"ls {job.folder}/logs").split())

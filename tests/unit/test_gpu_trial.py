@@ -244,7 +244,7 @@ def test_a_torch_without_cuda(
     assert capsys.readouterr().err == f"gpu-trial: torch has no GPU here; got {error}; {todo}\n"
 
 
-def test_a_resumed_run_goes_on_from_its_checkpoint_wherever_the_signal_came(
+def test_a_resumed_run_continues_from_its_checkpoint_wherever_the_signal_came(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[tuple[str, ...]] = []

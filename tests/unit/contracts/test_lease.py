@@ -83,7 +83,7 @@ def test_a_lease_expires_by_the_clock_of_who_watches_it(tmp_path: Path, clock: l
     assert watch.look() == 4.0
 
 
-def test_a_node_that_stood_still_itself_watches_anew(tmp_path: Path, clock: list[float]) -> None:
+def test_a_node_that_was_suspended_itself_starts_watching_again(tmp_path: Path, clock: list[float]) -> None:
     HeldLease.first(tmp_path, "a", 0.0)
     watch = LeaseWatch(tmp_path)
     clock[0] += 10 * EXPIRY_S

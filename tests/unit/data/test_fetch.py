@@ -144,7 +144,7 @@ def test_the_next_call_continues_unless_the_file_has_changed(
     assert site.asked[-1] == ("/c.jsonl", "bytes=1000-")
 
 
-def test_a_wrong_beginning_is_fetched_anew(site: Site, tmp_path: Path) -> None:
+def test_a_wrong_beginning_is_fetched_again(site: Site, tmp_path: Path) -> None:
     """With a hash, a part is continued from any source: its beginning may be another file's."""
     (tmp_path / ".c.jsonl.part").write_bytes(b"x" * 1000)
     assert fetched(f"{site.address}/c.jsonl", "--folder", str(tmp_path), "--sha256", HASH) == 0

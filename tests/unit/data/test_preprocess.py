@@ -269,7 +269,9 @@ def test_a_workers_error_comes_with_its_message(
     assert message(lambda: preprocess(request(tokenizer, tmp_path / "o", source, workers=2)), RunError) == expected
 
 
-def test_a_killed_worker_is_told(tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_is_reported(
+    tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(lines(*["one"] * 10_000))
 

@@ -51,7 +51,7 @@ def test_the_first_failure_decides_and_the_others_may_still_speak(run: Run) -> N
     )
 
 
-def test_a_node_that_goes_on_is_left_to_the_supervisor(run: Run) -> None:
+def test_a_node_that_continues_is_left_to_the_supervisor(run: Run) -> None:
     done = run("exec sleep 5", "kill -9 $$")
     assert (done.returncode, done.stderr) == (137, "tridock: part-1.sh ended with exit code 137 on node-1\n")
 

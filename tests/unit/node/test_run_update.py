@@ -34,7 +34,7 @@ def test_only_what_is_new_comes_with_the_next_answer(tmp_path: Path) -> None:
     assert [it["iteration"] for it in third.records] == [4]
 
 
-def test_a_run_that_went_back_begins_anew(tmp_path: Path) -> None:
+def test_a_run_that_went_back_replaces_its_records(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", [3.0, 2.0, 1.0])
     first = run_update(run, 0, 0, 0)
     (run / "other").write_text(line(1, 3.0) + line(2, 2.5, longer=" " * first.offset))

@@ -49,7 +49,7 @@ def test_a_transfer_that_was_cut_off_is_resumed(
     assert lab.below("node-1") == {"data/x.bin": LARGE}
 
 
-def test_a_part_that_is_no_good_is_sent_anew(lab: Lab, pair: dict[str, bytes]) -> None:
+def test_a_damaged_part_is_sent_again(lab: Lab, pair: dict[str, bytes]) -> None:
     (file,) = (it for it in _files(lab, "data/x.bin"))
     part = lab.workspace("node-1") / transfer.part_name(file)
     part.parent.mkdir(parents=True)

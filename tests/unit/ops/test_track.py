@@ -62,7 +62,7 @@ def test_a_run_names_its_own_trackers_and_options_replace_theirs(
     assert len(list(tmp_path.glob("one/*/events*"))) == len(list(tmp_path.glob("two/*/events*"))) == 1
 
 
-def test_a_run_without_trackers_and_a_missing_library_are_told(
+def test_a_run_without_trackers_and_a_missing_library_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = a_run(tmp_path / "a", [3.0])

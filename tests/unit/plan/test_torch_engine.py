@@ -135,7 +135,7 @@ def memory(slots: int, fields: dict[str, Any]) -> dict[str, int]:
     return {term.name: term.bytes for term in found.memory[0].terms}
 
 
-def test_states_are_shared_out() -> None:
+def test_states_are_sharded() -> None:
     """fp32 weights and two moments: 12 bytes a weight, over the shards; what is summed up is not."""
     alone = memory(1, {})
     states = ("weights", "optimizer states")

@@ -100,7 +100,7 @@ def test_an_interleaved_pipeline_sends_after_every_run() -> None:
     assert pipeline.waits == 2 * (2 * 4 + 1) * HIDDEN // 2
 
 
-def test_the_stage_that_sends_most_is_told() -> None:
+def test_the_stage_that_sends_most_is_named() -> None:
     given, shape = experiment({PP: 4, TP: 2}), Shape(1, 4, 8)
     reported = {one.group: one.bytes_per_rank for one in engine_of(given).traffic(given, shape)}
     stages = [volumes(given, accumulation=4, stage=stage) for stage in range(4)]

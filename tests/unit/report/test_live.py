@@ -53,7 +53,7 @@ def test_the_page_gets_curves_marks_and_what_is_not_a_number_as_null(tmp_path: P
     json.dumps(data, allow_nan=False)
 
 
-def test_rows_of_a_run_that_goes_on_for_ever_are_bounded(tmp_path: Path) -> None:
+def test_rows_of_an_endless_run_are_bounded(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", [])
     run = LiveRun("a")
     for part in range(20):
@@ -142,7 +142,7 @@ def test_two_servers_have_two_tokens(tmp_path: Path) -> None:
         assert one.token != two.token
 
 
-def test_a_port_in_use_and_a_weak_token_are_told(
+def test_a_port_in_use_and_a_weak_token_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = a_run(tmp_path / "a", [1.0])

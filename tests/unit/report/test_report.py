@@ -112,7 +112,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert text.startswith("Run a-1")
 
 
-def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+def test_a_run_that_has_only_started(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a-1", iterations=0)
     (folder / "events.jsonl").unlink()
     (folder / "plan.json").unlink()

@@ -122,7 +122,7 @@ class Web(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_matrix_room_is_told(start: Start, tmp_path: Path) -> None:
+def test_a_matrix_room_gets_the_message(start: Start, tmp_path: Path) -> None:
     arrived: list[tuple[str, dict[str, object]]] = []
     with serving(type("Own", (Web,), {"arrived": arrived})) as port:
         fail(start, tmp_path, f"matrix://{SECRET}@127.0.0.1:{port}/!one:here")
@@ -131,7 +131,7 @@ def test_a_matrix_room_is_told(start: Start, tmp_path: Path) -> None:
     assert f"tridock watch {RUN_ID}" in sent
 
 
-def test_a_slack_channel_is_told(start: Start, tmp_path: Path) -> None:
+def test_a_slack_channel_gets_the_message(start: Start, tmp_path: Path) -> None:
     """apprise knows one address of Slack, over TLS: a proxy leads it here."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate")

@@ -89,7 +89,7 @@ def sent(run: Path, name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", OFFLINE)
-def test_a_killed_tracker_goes_on_where_it_stopped(name: str, start: Start, python: str, tmp_path: Path) -> None:
+def test_a_killed_tracker_continues_where_it_stopped(name: str, start: Start, python: str, tmp_path: Path) -> None:
     """Each point is there once, also where the run has gone back to a checkpoint in between."""
     run = make_run(tmp_path, OFFLINE[name])
     sample(run, 10, 20)

@@ -90,7 +90,7 @@ def test_every_file_is_dealt_to_one_rank(sizes: dict[str, int], ranks: list[int]
     assert assign_to_ranks(sizes, ranks) == assign_to_ranks(dict(reversed(sizes.items())), ranks)
 
 
-def test_what_no_rank_owns_is_shared_out_by_size() -> None:
+def test_what_no_rank_owns_is_divided_by_size() -> None:
     shares = assign_to_ranks({"a": 5, "b": 4, "c": 3, "d": 2}, [3, 7])
     assert shares == {3: ["a", "d"], 7: ["b", "c"]}
 

@@ -16,7 +16,7 @@ def drawn(rank: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     return own, torch.rand(4)
 
 
-def test_each_rank_has_its_own_and_all_go_on_alike() -> None:
+def test_each_rank_has_its_own_and_all_continue_alike() -> None:
     (first, after), (second, after_second) = drawn(0), drawn(1)
     assert not torch.equal(first, second)
     assert torch.equal(after, after_second)

@@ -86,7 +86,7 @@ def test_a_step_has_the_same_samples_on_any_number_of_ranks(ranks: int) -> None:
         (0, "949,50,1", (0, 0, 0, 0)),
     ],
 )
-def test_documents_are_shared_out(documents: int, split: str, expected: tuple[int, ...]) -> None:
+def test_documents_are_divided(documents: int, split: str, expected: tuple[int, ...]) -> None:
     assert split_bounds(documents, split) == expected
 
 

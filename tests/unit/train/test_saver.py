@@ -47,7 +47,7 @@ def saver(tmp_path: Path) -> Saver:
     return Saver(ALONE, tmp_path, Phases(ALONE.device), in_background=True)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(tmp_path: Path, saver: Saver) -> None:
+def test_training_continues_while_a_checkpoint_is_written_and_the_next_one_waits(tmp_path: Path, saver: Saver) -> None:
     slow = Slow(tmp_path)
     saver.save(slow.start, 10, is_last=False)  # returns although it is not written
     saver.check()

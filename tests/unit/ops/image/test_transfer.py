@@ -100,7 +100,9 @@ class Dropped(LocalHost):
         return super().pipe([b"".join(chunks)[:-1]], command, **options)  # type: ignore[arg-type]
 
 
-def test_what_was_cut_off_goes_on_with_the_next_piece(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
+def test_an_interrupted_transfer_continues_with_the_next_piece(
+    delivery: Delivery, parts: ImageParts, tmp_path: Path
+) -> None:
     archive = parts.archive("lab", 0, 0)
     first, *others = archive.pieces.values()
     delivery.begin(archive, 0, delivery.inventory())

@@ -337,7 +337,7 @@ def test_a_checkpoint_that_does_not_fit(workspace: Path) -> None:
     message = (
         f"train.load: no whole checkpoint lies at {saved}/checkpoints; "
         "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it\n"
-        f"rank 1: {lost}: is missing; bring it back, or continue from another checkpoint"
+        f"rank 1: {lost}: is missing; restore it, or continue from another checkpoint"
     )
     refused(make_run(workspace, "lost", 2, **ZERO3, **load), 2, message)
 

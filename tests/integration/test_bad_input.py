@@ -358,7 +358,7 @@ def test_data_that_is_missing_on_one_node(rack: Rack) -> None:
     refused(
         done, 2,
         "configs/tiny.yaml: data.data_path: is not on node host-b; got data/tiny/text_document.idx; "
-        "bring the data to the nodes: tridock data sync --hosts hostfiles/rack --path data/tiny/text_document",
+        "copy the data to the nodes: tridock data sync --hosts hostfiles/rack --path data/tiny/text_document",
     )  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def test_data_that_differ_on_one_node(rack: Rack) -> None:
         done, 2,
         "configs/tiny.yaml: data.data_path: has different content on node host-b than on the head; "
         f"got {digest}  data/tiny/text_document.idx; "
-        "bring the data to the nodes: tridock data sync --hosts hostfiles/rack --path data/tiny/text_document",
+        "copy the data to the nodes: tridock data sync --hosts hostfiles/rack --path data/tiny/text_document",
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, make_dataclass
 
 import pytest
 
-from tridock.contracts.codec import UnknownFormError, decode, encode, form_digest
+from tridock.contracts.codec import SchemaMismatchError, decode, encode, schema_digest
 from tridock.contracts.mesh_answers import MeshAnswer, Route
 from tridock.contracts.node_answers import Evidence, PortAnswer, SshAnswer
 from tridock.contracts.run_state import RunState
@@ -68,7 +68,7 @@ def test_anything_else_is_refused(text: str) -> None:
     ],
 )
 def test_another_form_is_told_apart(text: str, message: str) -> None:
-    with pytest.raises(UnknownFormError) as caught:
+    with pytest.raises(SchemaMismatchError) as caught:
         decode(Sample, text)
     assert str(caught.value) == message
 
@@ -76,7 +76,7 @@ def test_another_form_is_told_apart(text: str, message: str) -> None:
 def test_the_digest_of_a_form_sees_the_fields_of_its_parts() -> None:
     def form(own: dict[str, type], part: dict[str, type]) -> str:
         whole = [*own.items(), ("parts", tuple[make_dataclass("Part", part.items())])]  # type: ignore[misc]
-        return form_digest(make_dataclass("Whole", whole))
+        return schema_digest(make_dataclass("Whole", whole))
 
     first = form({"a": int}, {"b": str})
     assert form({"a": int}, {"b": str}) == first

@@ -127,10 +127,10 @@ def _launch(arguments: argparse.Namespace) -> int:
         plan = prepared.plan
         ranks, nodes = count(plan.world_size, "rank"), count(len(session.cluster.slots), "node")
         say(f"run {bundle.run_id}: {ranks} on {nodes}, {plan.layout}")
-    return began(arguments, session, bundle)
+    return report_start(arguments, session, bundle)
 
 
-def began(arguments: argparse.Namespace, session: Session, bundle: RunBundle) -> int:
+def report_start(arguments: argparse.Namespace, session: Session, bundle: RunBundle) -> int:
     """Follows a run that has started, or returns at once if detached; returns the exit code."""
     from tridock.ops.runs.registry import Run
 
@@ -140,17 +140,17 @@ def began(arguments: argparse.Namespace, session: Session, bundle: RunBundle) ->
         say(bundle.run_id)
     if bundle.waits_for is not None:
         if not arguments.quiet:
-            say(_how_it_waits(arguments, session, bundle))
+            say(_queue_message(arguments, session, bundle))
         return 0
     if arguments.detach:
         if not arguments.quiet:
-            say(_how_to_return(arguments, bundle.run_id))
+            say(_return_message(arguments, bundle.run_id))
         return 0
     run = Run(bundle.run_id, session.head)
     return follow(arguments, session, run, quiet=arguments.quiet, steps=arguments.verbose)
 
 
-def _how_it_waits(arguments: argparse.Namespace, session: Session, bundle: RunBundle) -> str:
+def _queue_message(arguments: argparse.Namespace, session: Session, bundle: RunBundle) -> str:
     from tridock.ops.runs.registry import list_runs, until
 
     now = datetime.now(UTC)
@@ -191,7 +191,7 @@ def follow(
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
     except KeyboardInterrupt:
-        say(f"\ndetached: run {run.run_id} continues. {_how_to_return(arguments, run.run_id)}")
+        say(f"\ndetached: run {run.run_id} continues. {_return_message(arguments, run.run_id)}")
         return EXIT_INTERRUPTED
     check_exit(session, run, stream.exit_code)
     if not quiet:
@@ -199,7 +199,7 @@ def follow(
     return 0
 
 
-def _how_to_return(arguments: argparse.Namespace, run_id: str) -> str:
+def _return_message(arguments: argparse.Namespace, run_id: str) -> str:
     options = f"--hosts {shlex.quote(str(hostfile_of(arguments)))} --run {run_id}"
     return f"Come back with: {arguments.program} logs {options}\nStop it with:   {arguments.program} stop {options}"
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.cli.launch import add_start, began, follow_job, print_preview
+from tridock.cli.launch import add_start, follow_job, print_preview, report_start
 from tridock.cli.options import Commands, add_cluster, add_command, open_session
 from tridock.cli.output import say
 from tridock.errors import Problem, RequestError, count
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
         what = f"{count(sum(map(len, slots.values())), 'slot')} on {count(len(slots), 'node')}"
         code = f"{count(len(prepared.code.files), 'file')} of {prepared.code.folder.resolve()}"
         say(f"run {bundle.run_id}: {shlex.join(experiment.command)}; {what}, {code}")
-    return began(arguments, session, bundle)
+    return report_start(arguments, session, bundle)
 
 
 def _run_under_slurm(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 
 
-class UnknownFormError(ValueError):
+class SchemaMismatchError(ValueError):
     """JSON that does not match the type, usually written by another version of Tridock."""
 
 
@@ -23,15 +23,15 @@ def encode(data: object) -> str:
 
 def decode(kind: type[T], text: str | bytes) -> T:
     """Decodes a value of type ``kind`` that :func:`encode` wrote. Raises :class:`ValueError` for anything else,
-    usually :class:`UnknownFormError`."""
+    usually :class:`SchemaMismatchError`."""
     try:
         decoded: T = _decoder(cast(Any, kind))(json.loads(text))
     except (AttributeError, KeyError, TypeError) as error:
-        raise UnknownFormError(f"not of type {getattr(kind, '__name__', kind)}: {error}") from None
+        raise SchemaMismatchError(f"not of type {getattr(kind, '__name__', kind)}: {error}") from None
     return decoded
 
 
-def form_digest(kind: type) -> str:
+def schema_digest(kind: type) -> str:
     """Returns a digest of the type's fields, nested ones included. Equal digests mean that writer and reader agree."""
     return sha256("\n".join(sorted(_form(kind, ""))).encode()).hexdigest()[:16]
 

@@ -83,7 +83,7 @@ class RunUpdate:
     offset: int
     """Bytes of ``metrics.jsonl`` read so far."""
     inode: int
-    begins_anew: bool
+    replaces_earlier: bool
     """Whether the records replace all earlier ones."""
     records: tuple[Mapping[str, Any], ...]
     events: tuple[Mapping[str, Any], ...]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
-from tridock.contracts.codec import decode, form_digest
+from tridock.contracts.codec import decode, schema_digest
 from tridock.contracts.node_answers import PROTOCOL
 from tridock.contracts.sinks import Notification, Tracker
 
@@ -110,7 +110,7 @@ class Supervision:
 def contract() -> str:
     """Identifies the protocol of the nodes and the form of ``supervision.json``. It must be equal on the operator's
     machine and the head for the head to start the run."""
-    return f"{PROTOCOL}-{form_digest(Supervision)}"
+    return f"{PROTOCOL}-{schema_digest(Supervision)}"
 
 
 @dataclass(frozen=True, slots=True)

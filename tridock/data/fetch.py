@@ -128,7 +128,7 @@ def _fetch(one: Wanted, folder: Path, mirrors: Sequence[str], progress: Progress
     for source in (*(f"{mirror.rstrip('/')}/{one.name}" for mirror in mirrors), one.url):
         with _part_file(folder / f".{one.name}.part") as (file, part):
             try:
-                _bring(source, file, part, expected, progress)
+                _complete(source, file, part, expected, progress)
                 found = sha256_of(part)
                 if expected not in (None, found):
                     file.truncate(0)
@@ -168,7 +168,7 @@ def _part_file(part: Path) -> Iterator[tuple[BinaryIO, Path]]:
                 _origin(part).unlink(missing_ok=True)
 
 
-def _bring(source: str, file: BinaryIO, part: Path, expected: str | None, progress: Progress) -> None:
+def _complete(source: str, file: BinaryIO, part: Path, expected: str | None, progress: Progress) -> None:
     """Completes the partial file from a source. Raises :class:`RequestError`; the bytes received so far stay."""
     try:
         if "://" in source:

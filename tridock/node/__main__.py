@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tridock.contracts import run_folder
-from tridock.contracts.codec import UnknownFormError, encode
+from tridock.contracts.codec import SchemaMismatchError, encode
 from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, TridockError
 from tridock.node import verbs
 
@@ -23,7 +23,7 @@ def main() -> int:
     except TridockError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    except UnknownFormError as error:
+    except SchemaMismatchError as error:
         todo = "build the image again with tridock image, then run tridock up, or use the Tridock that began the run"
         what = "is from another version of Tridock than this node's"
         print(Problem("the request", what, str(error), todo), file=sys.stderr)

@@ -60,7 +60,7 @@ class LiveRun:
     """Why the last request for updates failed."""
 
     def take(self, update: RunUpdate) -> None:
-        if update.begins_anew:
+        if update.replaces_earlier:
             self.columns, self.phases, self.evaluations = Columns(), Columns(), {}
         self.state, self.exit_code, self.age_s = update.state, update.exit_code, update.age_s
         self.offset, self.inode, self.event_count = update.offset, update.inode, update.event_count

@@ -92,7 +92,7 @@ class Sampler:
 
 def _tokenizer_of(experiment: Experiment, workspace: Path) -> HuggingFaceTokenizer:
     if (folder := tokenizer_of(experiment, workspace)) is None:
-        todo = f"bring the tokenizer.json that made {experiment.data.data_path} beside it, or leave the prompts out"
+        todo = f"copy the tokenizer.json that made {experiment.data.data_path} beside it, or leave the prompts out"
         raise RequestError(Problem("train.sample_prompts", "the tokenizer of the data was not found", "", todo))
     return HuggingFaceTokenizer(folder)
 

@@ -62,13 +62,13 @@ def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstF
     spoke = {int(event["rank"]) for event in failures.values()}
     silent = [rank for rank in nodes if rank not in spoke]
     if first.get("consequence") and silent:
-        return FirstFailure(silent[0], nodes[silent[0]], _without_a_word(silent[1:]), event=first)
+        return FirstFailure(silent[0], nodes[silent[0]], _others_without_reason(silent[1:]), event=first)
     rank = int(first["rank"])
     node = nodes.get(rank, "an unknown node")
     return FirstFailure(rank, node, _essence(first), bool(first.get("agreed")), event=first)
 
 
-def _without_a_word(others: Sequence[int]) -> str:
+def _others_without_reason(others: Sequence[int]) -> str:
     """Returns the reason for ranks that the others lost: a signal ended them, from the kernel if memory ran out."""
     too = f", as did {', '.join(str(rank) for rank in others)}" if others else ""
     return f"ended without a message{too} (killed by a signal, perhaps because memory ran out: see dmesg there)"

@@ -20,13 +20,13 @@ def line(iteration: int, loss: float | None, **more: object) -> str:
 def test_only_what_is_new_comes_with_the_next_answer(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", [3.0, 2.0])
     first = run_update(run, 0, 0, 0)
-    assert (first.begins_anew, [it["iteration"] for it in first.records]) == (True, [1, 2, 2])
+    assert (first.replaces_earlier, [it["iteration"] for it in first.records]) == (True, [1, 2, 2])
     assert (first.event_count, first.plan["stages"][0]["stage"]) == (6, 0)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line(3, 1.5) + '{"iteration": 4, "lo')
     append_event(run, Event.RUN_RESTARTED, attempt=2)
     second = run_update(run, first.offset, first.inode, first.event_count)
-    assert (second.begins_anew, [it["iteration"] for it in second.records]) == (False, [3])
+    assert (second.replaces_earlier, [it["iteration"] for it in second.records]) == (False, [3])
     assert ([it["event"] for it in second.events], second.plan) == (["run_restarted"], {})
     with (run / "metrics.jsonl").open("a") as file:
         file.write('ss": 1.0}\n')
@@ -40,7 +40,7 @@ def test_a_run_that_went_back_replaces_its_records(tmp_path: Path) -> None:
     (run / "other").write_text(line(1, 3.0) + line(2, 2.5, longer=" " * first.offset))
     (run / "other").replace(run / "metrics.jsonl")
     again = run_update(run, first.offset, first.inode, first.event_count)
-    assert (again.begins_anew, [it["loss"] for it in again.records]) == (True, [3.0, 2.5])
+    assert (again.replaces_earlier, [it["loss"] for it in again.records]) == (True, [3.0, 2.5])
 
 
 def test_a_long_run_is_thinned_and_keeps_its_extremes_ends_and_evaluations(tmp_path: Path) -> None:

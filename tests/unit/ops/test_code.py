@@ -86,7 +86,7 @@ def test_what_is_no_code_is_refused(tmp_path: Path, write: Write, monkeypatch: p
     with pytest.raises(RequestError) as refusal:
         read_code(tmp_path)
     assert str(refusal.value).endswith(
-        f"got 0.0 GB; the largest files are large, small; name what is no code in {tmp_path}/.tridockignore, and bring"
+        f"got 0.0 GB; the largest files are large, small; name what is no code in {tmp_path}/.tridockignore, and copy"
         " data with tridock data sync"
     )
 

@@ -186,7 +186,7 @@ def test_damaged_keys_are_never_replaced_in_silence(tmp_path: Path) -> None:
     kept.ensure()
     path = kept.folder / ".keys.json"
     path.write_text("{}")
-    todo = "bring it back from a copy, or make new keys: tridock keys --rotate"
+    todo = "restore it from a copy, or make new keys: tridock keys --rotate"
     assert message(store(tmp_path)) == f"{path}: does not hold a cluster's keys; got KeyError: 'hosts'; {todo}"
     again = store(tmp_path)
     again.rotate()

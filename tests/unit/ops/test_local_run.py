@@ -39,7 +39,7 @@ def train(config: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_data_that_are_not_there(config: Path) -> None:
-    todo = f"bring it into {config.parent}, or make it: tridock data"
+    todo = f"copy it into {config.parent}, or make it: tridock data"
     assert train(config) == (
         2,
         f"{config}: data.data_path: is not on this machine; got data/t.bin; {todo}\n"
@@ -50,7 +50,7 @@ def test_data_that_are_not_there(config: Path) -> None:
 
 def test_images_that_are_not_there(tmp_path: Path) -> None:
     config = Path(shutil.copy(ROOT / "configs" / "resnet50.yaml", tmp_path))
-    todo = f"bring it into {tmp_path}, or make it: docs/torch.md"
+    todo = f"copy it into {tmp_path}, or make it: docs/torch.md"
     assert train(config) == (
         2,
         f"{config}: data.data_path: is not on this machine; got data/imagenet_images.npy; {todo}\n"

@@ -92,7 +92,7 @@ def test_prompts_without_the_tokenizer_of_the_data() -> None:
     (problem,) = mismatches(Path("t.yaml"), experiment, make_plan(experiment, {"a": [0]}, "t.yaml"), answer)
     assert str(problem) == (
         "t.yaml: train.sample_prompts: needs the tokenizer of the data; got no data/tokenizer.json and no "
-        "data/tokenizer/tokenizer.json on the first node; bring it there, or leave the prompts out"
+        "data/tokenizer/tokenizer.json on the first node; copy it there, or leave the prompts out"
     )
 
 
@@ -225,7 +225,7 @@ def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.M
     files = {**GOOD, BIN: {"bytes": 99, "sha256": None}, VOCAB: None, MERGES: {"bytes": 7, "sha256": "dd"}}
     with pytest.raises(TridockError) as caught:
         ask(tmp_path, monkeypatch, files, {"rendezvous": {"port": 1}})
-    bring = f"bring the data to the nodes: tridock data sync --hosts {tmp_path}/lab --path data"
+    bring = f"copy the data to the nodes: tridock data sync --hosts {tmp_path}/lab --path data"
     assert str(caught.value) == (
         "t.yaml: data.data_path: has different content on node node-2 than on the head; "
         f"got 99 bytes  data/t_document.bin; {bring}/t_document\n"

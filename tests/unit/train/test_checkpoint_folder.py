@@ -114,7 +114,7 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     )
 
 
-TODO = "bring it back, or continue from another checkpoint"
+TODO = "restore it, or continue from another checkpoint"
 Reasons = dict[str, list[str]]
 
 

@@ -27,7 +27,7 @@ from tridock.train.checkpoints.files import (
 )
 
 ITERATIONS = st.integers(0, 40)
-TODO = "bring it back, or continue from another checkpoint"
+TODO = "restore it, or continue from another checkpoint"
 
 
 @given(st.sampled_from([TORCH, MEGATRON, DEEPSPEED]), st.integers(0, 10**9))

@@ -22,7 +22,7 @@ def refused(given: list[str]) -> list[str]:
 
 
 def test_all_that_is_missing_at_once(tmp_path: Path) -> None:
-    todo = "bring the data here: tridock data sync, or make it: tridock data preprocess"
+    todo = "copy the data here: tridock data sync, or make it: tridock data preprocess"
     assert refused(argv(tmp_path, "--load", f"{tmp_path}/none")) == [
         f"data.data_path: no such file; got {tmp_path}/x.bin; {todo}",
         f"data.data_path: no such file; got {tmp_path}/x.idx; {todo}",

@@ -26,12 +26,12 @@ def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
     """
     path, state = folder / run_folder.METRICS, state_of(folder)  # the state first: its last records are then read
     records: list[Record] = []
-    begins_anew = offset == 0
+    replaces_earlier = offset == 0
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != inode or status.st_size < offset:
-                offset, begins_anew = 0, True
+                offset, replaces_earlier = 0, True
             inode = status.st_ino
             file.seek(offset)
             content = file.read()
@@ -46,7 +46,7 @@ def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
         exit_code=exit_code_of(folder),
         offset=offset,
         inode=inode,
-        begins_anew=begins_anew,
+        replaces_earlier=replaces_earlier,
         records=tuple(records),
         events=tuple(known[events:][-_MOST_EVENTS:]),
         event_count=len(known),

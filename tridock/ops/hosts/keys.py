@@ -107,7 +107,7 @@ class KeyStore:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            todo = "bring it back from a copy, or make new keys: tridock keys --rotate"
+            todo = "restore it from a copy, or make new keys: tridock keys --rotate"
             raise RequestError(Problem(str(path), "does not hold a cluster's keys", str(error), todo)) from None
 
     def _write(self, keys: ClusterKeys, *, changed: bool) -> None:

@@ -36,7 +36,7 @@ def ensure_image(session: Session) -> str:
     if _lacking(session, wanted):
         with _cache(session) as folder:
             if missing := _lacking(session, wanted):
-                keep = _bring(session, wanted, missing, folder)
+                keep = _distribute(session, wanted, missing, folder)
                 session.forget_states()
                 _verify(session, wanted)
                 for path in folder.iterdir():
@@ -75,7 +75,7 @@ def wanted_image(session: Session) -> str:
     )
 
 
-def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path) -> tuple[str, ...]:
+def _distribute(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path) -> tuple[str, ...]:
     """Uses the registry of the settings if there is one; else queries ``nodes`` and sends what they cannot pull.
 
     Returns the layers to keep here: hosts that take only whole images need them after every edit.

@@ -69,7 +69,7 @@ def _read(folder: Path) -> Code:
     if (total := sum(sizes.values())) > _MOST_BYTES:
         largest = ", ".join(sorted(sizes, key=lambda name: -sizes[name])[:3])
         got = f"{total / 1e9:.1f} GB; the largest files are {largest}"
-        todo = f"name what is no code in {folder / IGNORE_FILE}, and bring data with tridock data sync"
+        todo = f"name what is no code in {folder / IGNORE_FILE}, and copy data with tridock data sync"
         raise RequestError(Problem(str(folder), f"holds more than {_MOST_BYTES / 1e6:.0f} MB of code", got, todo))
     files = {name: CodeFile(_sha256(path), os.access(path, os.X_OK)) for name, path in paths.items()}
     text = git_output(folder, "diff", "HEAD", "--", ".")

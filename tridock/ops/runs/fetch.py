@@ -39,7 +39,7 @@ def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = 
     try:
         destination.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch.", dir=destination) as folder:
-            _bring(session, run, Path(folder), checkpoints)
+            _fetch(session, run, Path(folder), checkpoints)
             _move(Path(folder) / run.run_id, home)
     except OSError as error:
         todo = "free space there, or make it writable, then try again"
@@ -47,7 +47,7 @@ def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = 
     return home
 
 
-def _bring(session: Session, run: Run, folder: Path, checkpoints: bool) -> None:
+def _fetch(session: Session, run: Run, folder: Path, checkpoints: bool) -> None:
     """Assembles the run's folder below ``folder`` from every node's part."""
     runs = f"{run_folder.WORKSPACE}/runs"
     exclude = () if checkpoints else (f"--exclude={run.run_id}/{run_folder.CHECKPOINTS}",)

@@ -54,7 +54,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     answers = session.each(ask)
     refuse_other_contract(session, answers[head])
     _refuse_other_fields(session, answers[head].image_manifest)
-    bring = f"bring the data to the nodes: tridock data sync {session.cluster.hosts_option} --path "
+    bring = f"copy the data to the nodes: tridock data sync {session.cluster.hosts_option} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
     problems += package_problems(config, experiment, answers)
     problems += too_little_memory(config, experiment, plan, {node: it.memory for node, it in answers.items()})
@@ -86,7 +86,7 @@ def check_files(
     done = subprocess.run(argv, env=node_environment(1), cwd=workspace, capture_output=True, check=True)
     answer = decode(PreflightAnswer, done.stdout)
     maker = "docs/torch.md" if experiment.model.is_vision else "tridock data"
-    todo = f"bring it into {workspace}, or make it: {maker}"
+    todo = f"copy it into {workspace}, or make it: {maker}"
     problems = [
         Problem(f"{config}: {field}", "is not on this machine", name, todo)
         for name, field in data_files(experiment).items()
@@ -132,11 +132,11 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
     if not answer.loads:
         todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
         if experiment.train.pretrained_folder is not None:
-            todo = "bring it there: tridock data sync copies folders of data/"
+            todo = "copy it there: tridock data sync copies folders of data/"
         yield Problem(f"{config}: train.load", "no such folder on the first node", repr(experiment.train.load), todo)
     if not answer.has_tokenizer:
         places = " and no ".join(f"{folder}/{TOKENIZER}" for folder in tokenizer_folders(experiment))
-        what, todo = "needs the tokenizer of the data", "bring it there, or leave the prompts out"
+        what, todo = "needs the tokenizer of the data", "copy it there, or leave the prompts out"
         yield Problem(f"{config}: train.sample_prompts", what, f"no {places} on the first node", todo)
     found = [
         *data_problems(experiment, read["manifest"], vocabulary.entries if vocabulary else None),

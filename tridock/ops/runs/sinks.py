@@ -118,7 +118,7 @@ def check_on_head(session: Session, sinks: Sinks) -> None:
         argv, given = _question(sinks)
         answer = session.ask(session.head, Reachable, *argv, stdin=given, timeout=_TIMEOUT_S)
         todo = "make image TRACKERS=yes; in an image of your own: pip install 'tridock[{extra}]'"
-        _told(answer, todo, session.head)
+        _report(answer, todo, session.head)
 
 
 def check_here(sinks: Sinks) -> None:
@@ -127,7 +127,7 @@ def check_here(sinks: Sinks) -> None:
         asked, given = _question(sinks)
         argv, env = [*node_argv(), *asked], node_environment(1)
         done = subprocess.run(argv, env=env, input=given or b"", capture_output=True, check=True)
-        _told(
+        _report(
             decode(Reachable, done.stdout),
             "pip install 'tridock[{extra}]', or make trackers in a checkout",
             "this machine",
@@ -154,7 +154,7 @@ def _server(tracker: Tracker) -> str | None:
     return address if address is not None and address.startswith(("http://", "https://")) else None
 
 
-def _told(answer: Reachable, remedy: str, where: str) -> None:
+def _report(answer: Reachable, remedy: str, where: str) -> None:
     problems = []
     for module in answer.missing:
         extra = next(extra for library, extra in EXTRAS.values() if library == module)

@@ -81,14 +81,14 @@ def sync(
         places = tuple(dict.fromkeys(file.place for file in files))
         sharing = find_shared(pool, project, places, make=not dry_run)
 
-        def bring(node: str, host: Host) -> Row:
-            return _bring(node, host, pool.workspaces[node], files, sharing, begin, dry_run=dry_run)
+        def send_to(node: str, host: Host) -> Row:
+            return _send_missing(node, host, pool.workspaces[node], files, sharing, begin, dry_run=dry_run)
 
-        rows = pool.each(bring)
+        rows = pool.each(send_to)
     return Synced(tuple(rows.get(node) or Row(node, failed=True) for node in pool.nodes), pool, sharing)
 
 
-def _bring(
+def _send_missing(
     node: str, host: Host, workspace: str, files: Sequence[DataFile], sharing: Sharing, begin: Bars, *, dry_run: bool
 ) -> Row:
     keepers = {file.name: sharing.keeper(node, file.place) for file in files}
@@ -160,7 +160,7 @@ def run(
     synced = sync(session, tuple({item.name: item for item in chosen}.values()), dry_run=dry_run)
     say(table(synced.rows, dry_run=dry_run))
     if laid_out is not None and not dry_run:
-        say(bring_index_maps(synced, *laid_out))
+        say(send_index_maps(synced, *laid_out))
     if failure := synced.failure:
         raise failure
 
@@ -188,7 +188,7 @@ def _whose(keeper: str) -> str:
 _TIMEOUT_S: Final = 60.0
 
 
-def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
+def send_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
     """Builds the missing index maps of a run on the head and copies them; returns a line about it.
 
     Host errors are kept in ``synced``. Does nothing for engines that need no maps, or while the head's node is not up:
@@ -254,14 +254,14 @@ def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ..
         if head not in fetched:
             return ()
 
-        def bring(node: str, host: Host) -> None:
+        def send_to(node: str, host: Host) -> None:
             workspace, to_send = pool.workspaces[node], [fetched[head][file.name] for file in missing[node]]
             if node in stale:
                 prefix = mark.removesuffix("_indexmap.sha256")
                 host.run(drop_maps_command(workspace, prefix), timeout=_TIMEOUT_S).checked(node)
             send(node, host, workspace, to_send, there[node], lambda _: None)
 
-        return tuple(pool.each(bring, only=tuple(missing)))
+        return tuple(pool.each(send_to, only=tuple(missing)))
 
 
 def _missing(files: Sequence[DataFile], there: RemoteFiles) -> tuple[DataFile, ...]:

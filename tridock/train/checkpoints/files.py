@@ -18,7 +18,7 @@ from tridock.contracts.checkpoints import LATEST, MANIFEST, TRACKER, ZERO_RANK
 from tridock.errors import Problem
 
 _RANK = re.compile(rf"{ZERO_RANK.pattern}|^__(\d+)_\d+\.distcp$")
-_TODO: Final = "bring it back, or continue from another checkpoint"
+_TODO: Final = "restore it, or continue from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)

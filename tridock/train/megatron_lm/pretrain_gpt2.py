@@ -96,7 +96,7 @@ def check_files(argv: list[str]) -> None:
         "data.vocab_file": [given["--vocab-file"]],
         "data.merge_file": [given["--merge-file"]],
     }
-    todo = "bring the data here: tridock data sync, or make it: tridock data preprocess"
+    todo = "copy the data here: tridock data sync, or make it: tridock data preprocess"
     problems = [
         Problem(field, "no such file", path, todo)
         for field, paths in named.items()

@@ -74,7 +74,7 @@ def test_all_that_is_wrong_is_said_at_once(slurm: Slurm, workspace: Path, answer
         "",
         "site.yaml: nodes: are more than partition debug has; got 3; ask for at most 2\n"
         f"t.yaml: data.data_path: is not on this machine; got data/t.bin; "
-        f"bring it into {workspace}, or make it: tridock data\n"
+        f"copy it into {workspace}, or make it: tridock data\n"
         "sbatch: Slurm refuses the job; got allocation failure: Requested node configuration is not available; "
         "correct the request; sinfo shows what the cluster has\n",
     )

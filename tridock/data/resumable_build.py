@@ -29,6 +29,8 @@ _PARTS: Final = ("bin", "lengths", "documents")
 
 
 class Counts(BaseModel):
+    """Numbers of what has been written for one key, and the hashes of its complete files."""
+
     bytes: int = 0
     sequences: int = 0
     documents: int = 0
@@ -245,6 +247,7 @@ def _lost(path: Path) -> RequestError:
 
 
 def build_folder(prefix: Path) -> Path:
+    """Returns the hidden folder of a data set under construction."""
     return prefix.with_name(f".{prefix.name}.unfinished")
 
 

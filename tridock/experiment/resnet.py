@@ -70,6 +70,7 @@ def convolutions(model: Model) -> Iterator[Convolution]:
 
 
 def classes_of(model: Model) -> int:
+    """Returns the number of classes that the model predicts."""
     return model.vocab_size or 0
 
 

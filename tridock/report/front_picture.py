@@ -22,6 +22,7 @@ def plot_front(found: Search, name: str, path: Path) -> None:
 
 
 def draw(found: Search, name: str) -> Any:
+    """Returns a matplotlib figure of the layouts, with a line through the Pareto front."""
     figure = new_figure((8.0, 5.0))
     axes = figure.add_subplot()
     for fit, colour in (("fits", _FIT), ("tight", _TIGHT)):

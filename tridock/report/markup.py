@@ -33,6 +33,7 @@ Row = Sequence[str]
 
 
 def escape(text: str) -> str:
+    """Returns the text as HTML, without control characters."""
     return html.escape(printable(text), quote=True)
 
 
@@ -78,8 +79,10 @@ def _class(name: str) -> str:
 
 
 def folded(title: str, content: str, *, open_: bool = False) -> str:
+    """Returns a section that opens on a click, with an escaped title."""
     return f"<details{' open' if open_ else ''}>{element('summary', title)}{content}</details>"
 
 
 def section(name: str, title: str, content: str) -> str:
+    """Returns a section of the page with an anchor and an escaped title."""
     return f'<section id="{escape(name)}">{element("h2", title)}{content}</section>'

@@ -168,6 +168,7 @@ def summary(assessment: Assessment) -> Group:
 
 
 def render(assessment: Assessment) -> Group:
+    """Returns the whole plan as tables."""
     assert assessment.cost is not None
     cost_table = _cost_table(assessment.cost, assessment.experiment.model)
     parts: list[RenderableType] = [summary(assessment), _sources(assessment), "", cost_table]
@@ -383,6 +384,7 @@ def correction_table(correction: Correction) -> Table:
 
 
 def render_search(found: Search, name: str) -> Group:
+    """Returns the layouts that a search found, as tables."""
     table = _candidates(f"Layouts of {name}, best first", found.found, found.found)
     legend = (
         "mb: micro batch; states: ZeRO stage, distributed optimizer, reduce_gradients_once; recompute: full, selective"

@@ -14,6 +14,7 @@ LABELS: Final = {"fits": "fits", "tight": "tight: over 80 %", "no-fit": "does no
 
 
 def headed_table(title: str) -> Table:
+    """Returns an empty table with a title."""
     # At least as wide as its title, which would otherwise wrap.
     width = len(title)
     return Table(
@@ -28,14 +29,17 @@ def interval(stage: StageMemory) -> str:
 
 
 def gib(amount: int) -> str:
+    """Formats bytes in GiB to three decimals; "-" for none."""
     return "-" if amount == 0 else f"{amount / GIB:.3f}" if abs(amount) >= GIB / 1000 else "<0.001"
 
 
 def seconds(value: float) -> str:
+    """Formats a time in s, or below a second in ms."""
     return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
 def flops(value: float) -> str:
+    """Formats floating point operations with their largest unit."""
     for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")):
         if value >= size:
             return f"{value / size:,.2f} {name}"

@@ -97,6 +97,7 @@ def environment_table(found: Sequence[Difference]) -> Table:
 
 
 def verdict_table(outcome: Outcome) -> Table:
+    """Returns a table of how the losses of a repeated run compare with the original."""
     table = Table(
         title=f"{escape(outcome.now)} compared with {escape(outcome.then)}", show_header=False, title_justify="left"
     )

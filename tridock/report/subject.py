@@ -40,6 +40,8 @@ _LOGGED = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
+    """A run with its columns, evaluations, events, plan and summary."""
+
     name: str
     source: str
     """Folder or log that it was read from."""

@@ -69,6 +69,7 @@ def summary_of(
     plan: Record,
     events: list[Record],
 ) -> Summary:
+    """Returns the figures of a run from the records in its folder."""
     logged = [
         record.get("tokens_per_second", record.get("samples_per_second")) for record in (iterations[1:] or iterations)
     ]
@@ -119,6 +120,7 @@ def _mfu(tflops: float | None, device: str | None, precision: str) -> float | No
 
 
 def render_table(name: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Returns a table of names and values."""
     table = Table(title=f"Run {name}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")

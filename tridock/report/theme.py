@@ -42,6 +42,7 @@ def themed(svg: str) -> str:
 
 
 def style() -> str:
+    """Returns the page's style sheet, with the colours of both modes."""
     light = "".join(f"{variable}:{colour};" for colour, variable in VARIABLES.items())
     dark = "".join(f"{variable}:{_DARK[colour]};" for colour, variable in VARIABLES.items())
     rules = Path(__file__).with_name("style.css").read_text()

@@ -122,6 +122,8 @@ def _reseed(seed: int, device: torch.device) -> None:
 
 
 class Trainer:
+    """Trains an experiment on this rank, and logs, evaluates, samples and saves."""
+
     def __init__(
         self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks, build: Build = torch_parts
     ) -> None:

@@ -48,6 +48,7 @@ def bin_path(prefix: Path) -> Path:
 
 
 def idx_path(prefix: Path) -> Path:
+    """Returns ``<prefix>.idx``; a prefix may contain dots."""
     return prefix.parent / f"{prefix.name}.idx"
 
 

@@ -206,6 +206,7 @@ _BAR: Final = 40
 
 
 def as_json(found: Inspection) -> dict[str, Any]:
+    """Returns the figures of a data set for JSON."""
     return {
         "prefix": str(found.prefix),
         "documents": found.documents.count,
@@ -233,6 +234,7 @@ def _lengths_as_json(lengths: Lengths) -> dict[str, Any]:
 
 
 def print_inspection(found: Inspection, console: Console) -> None:
+    """Prints the figures, the histogram and the samples of a data set."""
     console.print(Text(str(found.prefix), style="bold"), soft_wrap=True)
     for name, value in _facts(found):
         console.print(Text.assemble((f"  {name:<11}", "dim"), value), soft_wrap=True)

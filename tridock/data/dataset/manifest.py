@@ -9,6 +9,8 @@ from tridock.errors import Problem, RequestError
 
 
 class Input(BaseModel):
+    """A file that was read: its name, and what identifies its content."""
+
     model_config = ConfigDict(frozen=True)
 
     name: str
@@ -43,10 +45,12 @@ class DatasetManifest(BaseModel):
 
 
 def manifest_path(prefix: Path) -> Path:
+    """Returns ``<prefix>.json``; a prefix may contain dots."""
     return prefix.parent / f"{prefix.name}.json"
 
 
 def write_manifest(prefix: Path, manifest: DatasetManifest) -> None:
+    """Writes the manifest of a data set, atomically."""
     write_atomic(manifest_path(prefix), (manifest.model_dump_json(indent=2) + "\n").encode())
 
 

@@ -37,6 +37,7 @@ def compression(start: bytes) -> str | None:
 
 
 def compression_of(path: Path) -> str | None:
+    """Returns the compression (or ``parquet``) of a file by its content; None for plain text."""
     with path.open("rb") as file:
         return compression(file.read(_START))
 

@@ -28,6 +28,8 @@ TODO_INPUT: Final = "give files, folders or patterns that exist, or - for standa
 
 
 class Kind(StrEnum):
+    """How an input is split into documents."""
+
     JSONL = "jsonl"
     TEXT = "text"
     PARQUET = "parquet"

@@ -34,6 +34,8 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
+    """How lines become blocks: the encoder, the JSON keys, and whether documents end with a token."""
+
     encoder: Encoder
     keys: tuple[str, ...]
     append_eod: bool

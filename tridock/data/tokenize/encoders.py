@@ -109,6 +109,8 @@ class Comparable(Encoder, Protocol):
 
 
 class Reference:
+    """Hugging Face's tokenizers, whose ids every other encoder must have."""
+
     name = "tokenizers"
     always_closed = False
 

@@ -26,6 +26,7 @@ def limit_free_memory() -> None:
 
 
 def trim() -> None:
+    """Returns free memory to the system, with glibc's malloc."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

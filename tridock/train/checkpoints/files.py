@@ -93,6 +93,8 @@ def assign_to_ranks(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int,
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """A file's size in bytes and its SHA-256, as in ``files.json``."""
+
     size: int
     sha256: str
 
@@ -113,6 +115,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def manifest_bytes(iteration: int, entries: Mapping[str, Entry]) -> bytes:
+    """Returns the content of ``files.json``."""
     files = {name: {"bytes": entries[name].size, "sha256": entries[name].sha256} for name in sorted(entries)}
     return (json.dumps({"iteration": iteration, "files": files}, indent=1) + "\n").encode()
 
@@ -166,6 +169,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
+    """Syncs a folder to disk: its list of files, not their content."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

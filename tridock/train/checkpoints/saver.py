@@ -34,6 +34,8 @@ def saves_in_background(train: Train) -> bool:
 
 
 class Saver:
+    """Saves checkpoints and records their events; at most one is being written."""
+
     def __init__(self, ranks: Ranks, run_folder: Path, phases: Phases, in_background: bool) -> None:
         self._ranks, self._run_folder, self._phases = ranks, run_folder, phases
         self._thread = ThreadPoolExecutor(1, "checkpoint", self._choose_device) if in_background else None

@@ -28,6 +28,7 @@ def tensor_on_host(tensor: Tensor) -> Tensor:
 
 
 def wait_for_copies() -> None:
+    """Waits for the copies of :func:`tensor_on_host` from this GPU."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 

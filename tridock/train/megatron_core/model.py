@@ -314,6 +314,7 @@ def draw(sharded: ShardedTensor, std: float, seed: int) -> None:
 
 
 def seed_of(name: str, seed: int) -> int:
+    """Returns the seed of a weight, from its name and the run's seed."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
 
 

@@ -37,6 +37,8 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """The outcome of a step, on the rank's device."""
+
     loss: Tensor
     """Mean loss of this rank's micro-batches, a scalar."""
     grad_norm: Tensor | float
@@ -49,10 +51,13 @@ Batch = Tensor | tuple[Tensor, Tensor]
 
 
 def inputs_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Splits a batch: tokens into inputs and next tokens, [micro batch, seq_length] each."""
     return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
 
 
 class Strategy(Protocol):
+    """How ranks share a model, its optimizer and its batches."""
+
     @property
     def phases(self) -> Phases:
         """The times of its steps by phase."""

@@ -29,6 +29,8 @@ R = TypeVar("R")
 
 
 class Phases:
+    """Charges the time of a rank to phases, by name."""
+
     def __init__(self, device: torch.device) -> None:
         self._stack = [OTHER]
         self._on_gpu = device.type == "cuda"

@@ -158,6 +158,7 @@ def _located(problem: Problem, found_by: list[int], world_size: int) -> Problem:
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Waits for all ranks of the group. A collective."""
     if dist.get_backend(group) == "nccl":
         dist.barrier(group, device_ids=[torch.cuda.current_device()])
     else:

@@ -177,7 +177,7 @@ TORCH_TESTS = tests/unit/train tests/unit/compat tests/unit/deepspeed tests/memo
 # Those that start Tridock's own processes and wait for them: commands of a node, supervisors, trackers, scripts.
 PROCESS_TESTS = tests/shell tests/unit/sinks tests/unit/ops/test_track.py tests/unit/test_fabfile.py \
     tests/unit/test_user_input.py tests/unit/data/test_preprocess_command.py tests/unit/data/test_train_tokenizer.py \
-    tests/unit/ops/test_held.py tests/unit/train/test_signals.py \
+    tests/unit/ops/test_attached.py tests/unit/train/test_signals.py \
     $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) \
     $(addsuffix .py,$(addprefix tests/unit/node/test_,evidence failover node_report node_starter processes queue rank_logs \
     rank_output rank_starter runs))

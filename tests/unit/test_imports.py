@@ -1,6 +1,7 @@
 """The doors of docs/architecture.md: imports go down only, and heavy libraries stay in their rooms."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -122,3 +123,13 @@ def test_a_run_on_one_machine_needs_no_package_of_the_operators() -> None:
     program = f"import sys\n{absent}import tridock.cli, tridock.ops.runs.local_run"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_path_of_the_makefiles_test_lists_exists() -> None:
+    asked = "include Makefile\nprint-paths:\n\t@echo $(TORCH_TESTS) $(PROCESS_TESTS)\n"
+    argv = ["make", "--silent", "--no-print-directory", "-f", "-", "print-paths"]
+    env = {"PATH": os.environ["PATH"]}  # without MAKEFLAGS, where make itself runs the tests
+    done = subprocess.run(argv, input=asked, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    paths = done.stdout.split()
+    assert len(paths) > 10, done.stderr
+    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -7,7 +7,7 @@ from typing import Any, Final
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 """Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
 notices; a node whose image has another version is then reported."""
 USAGE: Final = 2

@@ -2,9 +2,9 @@
 
 First a run that nobody disturbs, then, until the time is over, runs that are hit again and again: ranks, launchers and
 ssh sessions killed, ranks stopped, checkpoints spoiled, a node paused, stopped, killed or cut off the network, the
-supervisor killed or stopped; for root also packets lost and a run's folder that cannot be written. Which fault comes
-when follows from the seed that is printed. A run may be restarted as often as it needs. At the end of each every
-loss is that of the undisturbed run, and no process, no container and no file is left that was not there before.
+supervisor killed or stopped; for root also packets lost, a slow disk, and a run's folder that cannot be written. Which
+fault comes when follows from the seed that is printed. A run may be restarted as often as it needs. At the end of each
+every loss is that of the undisturbed run, and no process, no container and no file is left that was not there before.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class Soak:
                     self.chance.uniform(2, 40),
                 ),
             }
+        if _THROTTLES.exists() and os.access(_THROTTLES, os.W_OK):
+            self.faults["slow a node's disk"] = lambda _: self._slowed(self._any(), self.chance.uniform(5, 60))
         only = [name for name in self.faults if fnmatch(name, pattern)]
         if not only:
             sys.exit(f"--only: names no fault; got {pattern!r}; use one of: {', '.join(self.faults)}")
@@ -197,6 +199,15 @@ class Soak:
         time.sleep(seconds)
         output("nsenter", "-t", pid, *namespaces.split(), "sh", "-c", end)
 
+    def _slowed(self, node: str, seconds: float) -> None:
+        """The node's own writes to the disk of the runs take 200 kB a second."""
+        container = output("docker", "inspect", "--format", "{{.Id}}", self.containers[node]).strip()
+        device, throttle = disk_of(Path("runs")), _THROTTLES / container / "blkio.throttle.write_bps_device"
+        throttle.write_text(f"{device} 200000")
+        time.sleep(seconds)
+        if throttle.exists():  # gone with the container's processes
+            throttle.write_text(f"{device} 0")
+
     def _cut_off(self, node: str, seconds: float) -> None:
         container = self.containers[node]
         (network,) = json.loads(
@@ -209,6 +220,8 @@ class Soak:
 
 _SUPERVISOR: Final = "-P 1 -f 'tridock[.]node (start|agent) /workspace/runs/'"
 """Options of pkill: the supervisor on the head, or on a node that has taken over. Node agents have other parents."""
+_THROTTLES: Final = Path("/sys/fs/cgroup/blkio/docker")
+"""Has a control group for each container, where Linux has the first version of control groups."""
 _NODE: Final = ("python", "-P", "-m", "tridock.node")
 
 
@@ -223,6 +236,13 @@ def output(*argv: str) -> str:
     if done.returncode:
         sys.exit(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.stdout
+
+
+def disk_of(folder: Path) -> str:
+    """The numbers of the whole disk that a folder lies on: a partition has no throttle of its own."""
+    device = folder.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    return ((block.parent if (block / "partition").exists() else block) / "dev").read_text().strip()
 
 
 def losses(run: str) -> dict[int, float]:

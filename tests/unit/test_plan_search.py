@@ -126,7 +126,7 @@ def test_the_front_of_memory_and_time(capsys: pytest.CaptureFixture[str], tmp_pa
     picture = tmp_path / "front.svg"
     arguments = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", *V100, "--search", "--plot", str(picture))
     found = document(capsys, *arguments)["found"]
-    places = [(one["seconds"], one["total_gib"]) for one in found]
+    places = [(one["seconds"], round(10 * one["total_gib"])) for one in found]  # as it is shown
     for one, (time, memory) in zip(found, places, strict=True):
         beaten = any(
             other_time <= time and other_memory <= memory and (other_time, other_memory) != (time, memory)
@@ -135,7 +135,7 @@ def test_the_front_of_memory_and_time(capsys: pytest.CaptureFixture[str], tmp_pa
         assert not (one["pareto"] and beaten)
         assert one["pareto"] or beaten or places.count((time, memory)) > 1
     front = [one for one in found if one["pareto"]]
-    assert len(front) > 2
+    assert len(front) > 1
     assert "no other is faster with less" in picture.read_text()
     assert main(["plan", *arguments]) == 0
     shown = capsys.readouterr().out.partition("Memory against time: no other layout is faster with less")[2]
@@ -143,6 +143,15 @@ def test_the_front_of_memory_and_time(capsys: pytest.CaptureFixture[str], tmp_pa
     rows = [line.split() for line in shown.splitlines() if line.rstrip().endswith("%")]
     assert len(rows) == min(len(front), 12)
     assert rows[0][0] == str(fastest + 1)
+
+
+def test_the_best_layouts_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", *V100, "--search", "--tokens", "1e9")
+    best = document(capsys, *arguments)["found"][0]
+    assert main(["plan", *arguments, "--cost-per-gpu-hour", "2"]) == 0
+    hours = 16 * 1e9 / best["tokens_per_second"] / 3600
+    shown = capsys.readouterr().out
+    assert f"{hours:,.1f} GPU hours, which cost {2 * hours:,.2f} at 2 each" in shown.partition("Best layout:")[2]
 
 
 def searched(capsys: pytest.CaptureFixture[str], path: Path, fields: dict[str, Any], *options: str) -> list[set[str]]:

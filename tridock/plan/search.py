@@ -23,7 +23,7 @@ from tridock.plan.assess import gpu_problems
 from tridock.plan.assumptions import Assumptions
 from tridock.plan.cost import Cost, cost_of
 from tridock.plan.legality import layout_problems
-from tridock.plan.memory import StageMemory, communicators, memory_of_stage
+from tridock.plan.memory import GIB, StageMemory, communicators, memory_of_stage
 from tridock.plan.rates import Rates
 
 
@@ -40,6 +40,11 @@ class Candidate:
     def seconds(self) -> float:
         assert self.cost.estimate is not None
         return self.cost.estimate.iteration
+
+    @property
+    def tenths(self) -> int:
+        """Returns the memory of the fullest rank in tenths of a GiB."""
+        return round(10 * self.worst.total_bytes / GIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +64,10 @@ class Search:
     @property
     def front(self) -> tuple[Candidate, ...]:
         """Returns the Pareto front of time and memory, the fastest first: no other layout is as fast with less memory,
-        nor needs as little memory and is faster."""
+        nor needs as little memory and is faster. Memory counts in tenths of a GiB, as it is shown."""
         best: list[Candidate] = []
         for one in sorted(self.found, key=lambda one: (one.seconds, one.worst.total_bytes)):
-            if not best or one.worst.total_bytes < best[-1].worst.total_bytes:
+            if not best or one.tenths < best[-1].tenths:
                 best.append(one)
         return tuple(best)
 

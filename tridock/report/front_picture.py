@@ -38,6 +38,7 @@ def draw(found: Search, name: str) -> Any:
         spot = one.seconds, one.worst.total_bytes / GIB
         axes.annotate(str(numbers[id(one)]), spot, fontsize=8, color=INK, **where)
     axes.margins(y=0.1)
+    axes.tick_params(which="both", length=4, pad=3)  # as long and as far for 1 as for 0.9
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")

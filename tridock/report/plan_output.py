@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,10 @@ def _print_search(found: Search, assessment: Assessment, console: Console, show:
             changes = overrides_of(found.found[0], assessment.experiment)
             options = " ".join(f"--set {change}" for change in changes)
             console.print(f"\nBest layout: {options or 'the experiment as it is'}", soft_wrap=True)
+            best = replace(assessment, experiment=found.found[0].experiment, cost=found.found[0].cost)
+            asked = assessment.assumptions
+            if assessment.plan is not None and (asked.tokens or asked.cost_per_gpu_hour):
+                console.print(days_line(best), soft_wrap=True)
         else:
             print(none, file=sys.stderr)
     return 0 if found.found else RequestError.exit_code
@@ -331,7 +335,7 @@ def _hours(assessment: Assessment) -> str:
         return ""
     cost = "" if price is None else f", which cost {price:,.2f} at {each:g} each"
     energy = assessment.energy_kwh
-    used = "" if energy is None else f", at most {energy:,.0f} kWh of the GPUs"
+    used = "" if energy is None else f", at most {energy:,.{0 if energy >= 10 else 1}f} kWh of the GPUs"
     return f": {hours:,.1f} GPU hours{cost}{used}"
 
 

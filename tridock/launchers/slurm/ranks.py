@@ -135,13 +135,15 @@ def _docker(request: Request, env: Sequence[str]) -> list[Line]:
     container = request.container
     image, extra = shlex.quote(container.image or ""), tuple(map(shlex.quote, container.extra_args))
     # Only the task knows which GPUs of its node it has; Docker does not use Slurm's cgroup.
-    run = ("bash", "-c", _ON_ALLOCATED_GPUS, "docker") if request.gpu_request != "none" else ("docker", "run")
+    has_gpus = request.gpu_request != "none"
+    run = ("bash", "-c", _ON_ALLOCATED_GPUS, "docker") if has_gpus else ("docker", "run")
     argv = (*run, "--rm", "--network=host", "--ipc=host", "--pid=host", '--user="$(id -u):$(id -g)"')
-    limits = ("--ulimit=memlock=-1", "--ulimit=stack=67108864")
+    # What NVIDIA asks for; an engine without privileges of its own refuses to raise them.
+    limits = ("--ulimit=memlock=-1", "--ulimit=stack=67108864") if has_gpus else ()
     mounts = tuple(f"--volume={shlex.quote(_source_and_target(mount))}" for mount in container.mounts)
     folders = ('--volume="$WORKSPACE:$WORKSPACE"', *mounts, f"--workdir={RUN}")
     named = tuple(f"--env={name}" for name in (*_TASKS_OWN, *env))
-    return [argv, limits, folders, named, (*extra, image)]
+    return [argv, *([limits] if limits else []), folders, named, (*extra, image)]
 
 
 CONTAINERS: Final[Mapping[str, ContainerKind]] = {

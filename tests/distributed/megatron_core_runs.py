@@ -74,6 +74,7 @@ MIXTRAL = {
     "model.untie_embeddings_and_output_weights": True,
     "train.save_interval": 5,
 }
+SHARED = {"model.moe_shared_expert_intermediate_size": 24}
 MIXTURE_LAYOUTS: Layouts = {
     name: (ranks, {**MIXTRAL, **layout})
     for name, (ranks, layout) in {
@@ -94,11 +95,13 @@ MIXTURE_LAYOUTS: Layouts = {
         "etp2-dp2": (4, {EP: 2, ETP: 2}),
         "pp2-ep2": (4, {PP: 2, EP: 2, DISTRIBUTED: True}),
         "pp2-ep2-neighbours": (4, {PP: 2, TP: 2, SP: True, "parallel.use_tp_pp_dp_mapping": True}),
+        "shared-one": (1, SHARED),
+        "shared-tp2-sp-ep2": (2, {**SHARED, TP: 2, SP: True, EP: 2, ETP: 1}),
         "cp2-ep4": (4, {CP: 2, EP: 4}),
         "tp2-pp2-vpp2-ep2-dp2": (8, {TP: 2, SP: True, PP: 2, VPP: 2, EP: 2, DISTRIBUTED: True}),
     }.items()
 }
-SOME_MIXTURES = ("one", "tp2-sp-etp1", "tp2-sp-ep2", "ep2-distributed-optimizer")
+SOME_MIXTURES = ("one", "tp2-sp-etp1", "tp2-sp-ep2", "shared-one", "shared-tp2-sp-ep2", "ep2-distributed-optimizer")
 MIXTURES_CHANGED: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "ep2-distributed-optimizer to tp2-sp": ("ep2-distributed-optimizer", 2, {TP: 2, SP: True, DISTRIBUTED: True}),
     "tp2-sp-ep2 to one": ("tp2-sp-ep2", 1, {}),

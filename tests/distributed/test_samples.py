@@ -59,11 +59,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 MIXTURE = {
     **CORE, "train.save": True, "model.num_moe_experts": 4, "parallel.expert_model_parallel_size": 2,
+    "model.moe_shared_expert_intermediate_size": 24,
     "model.swiglu": True, "model.normalization": "RMSNorm", "model.add_bias_linear": False,
     "model.position_embedding_type": "rope", "model.num_query_groups": 2,
     "model.untie_embeddings_and_output_weights": True,
 }  # fmt: skip
-"""Of Mixtral's shape, its experts on two ranks."""
+"""Of Mixtral's shape and with a shared expert; its experts are on two ranks."""
 SOME = ("ddp", "zero3", "fsdp", "tp2", "pp2-interleaved", "core", "core-cp2", "core-pp2-vpp2")
 UNCHANGED = {name: {} for name in ("zero0", "zero3", "fsdp", "tp2", "pp2-interleaved", "core-tp2", "core-pp2-vpp2")}
 SOME_UNCHANGED = ("pp2-interleaved", "core-pp2-vpp2")

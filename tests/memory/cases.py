@@ -154,6 +154,8 @@ def _core() -> Iterator[tuple[str, int, Fields]]:
     for layout in ("one", "dp2-distributed"):
         ranks, fields = _CORE_LAYOUTS[layout]
         yield f"{layout}-mixtral", ranks, {**fields, **_BF16, **_MIXTRAL, _ACCUMULATED: 8}
+    shared = {"model.moe_shared_expert_intermediate_size": 96}
+    yield "one-mixtral-shared", 1, {**_BF16, **_MIXTRAL, **shared, _ACCUMULATED: 8}
     for layout, ranks, fields in (
         ("ep2", 2, {_EP: 2}),
         ("ep2-distributed", 4, {_EP: 2, _DISTRIBUTED: True}),

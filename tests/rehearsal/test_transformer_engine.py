@@ -144,7 +144,7 @@ def test_a_checkpoint_has_the_names_and_shapes_of_one_without_it(on_gpu: Callabl
     assert not any(name.endswith("_extra_state") for name in names[0] | names[1])
 
 
-@pytest.mark.parametrize("name", ["alone", "fp16", "distributed optimizer", "fp8"])
+@pytest.mark.parametrize("name", ["alone", "fp16", "distributed optimizer", "fp8", "mixture"])
 def test_its_adam_resumes(on_gpu: Callable[..., Any], name: str) -> None:
     from tests.unit.train.test_megatron_core_on_a_gpu import kinds
     from tridock.train.megatron_core import checkpoint
@@ -168,6 +168,7 @@ WIDE = {
 GROUPED, ROPE = {"model.num_query_groups": 2}, {"model.position_embedding_type": "rope"}
 NORMED, TENSOR = {"model.qk_layernorm": True}, {"parallel.tensor_model_parallel_size": 2}
 SWIGLU = {"model.swiglu": True, "model.normalization": "RMSNorm", "model.add_bias_linear": False}
+EXPERTS = SWIGLU | ROPE | GROUPED | {"model.num_moe_experts": 4}
 KEPT: dict[str, tuple[dict[str, Any], int]] = {
     "GPT-2": ({}, 1),
     "fp16": ({"precision": "fp16", "model.transformer_impl": "transformer_engine"}, 1),
@@ -183,6 +184,12 @@ KEPT: dict[str, tuple[dict[str, Any], int]] = {
     "tensor": (TENSOR, 2),
     "tensor and sequence": (TENSOR | {"parallel.sequence_parallel": True} | ROPE | GROUPED | SWIGLU, 2),
     "fewer groups than ranks": (ROPE | GROUPED | {"parallel.tensor_model_parallel_size": 4}, 4),
+    "mixture": (EXPERTS, 1),
+    "mixture on two ranks": (EXPERTS | {"parallel.expert_model_parallel_size": 2}, 2),
+    "shared expert, sequence": (
+        EXPERTS | TENSOR | {"parallel.sequence_parallel": True, "model.moe_shared_expert_intermediate_size": 512},
+        2,
+    ),
     "context": ({"parallel.context_parallel_size": 2}, 2),
 }
 

@@ -49,6 +49,7 @@ MIXTURE: Final[tuple[str, ...]] = (
     "model.num_moe_experts",
     "model.moe_router_topk",
     "model.moe_ffn_hidden_size",
+    "model.moe_shared_expert_intermediate_size",
     "model.moe_router_load_balancing_type",
     "model.moe_aux_loss_coeff",
     "parallel.expert_model_parallel_size",

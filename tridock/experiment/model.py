@@ -62,6 +62,11 @@ class Model(Section):
     moe_ffn_hidden_size: Many | None = Field(
         default=None, description="num_moe_experts: width of each expert. Default: ffn_hidden_size."
     )
+    moe_shared_expert_intermediate_size: Many | None = Field(
+        default=None,
+        description="num_moe_experts: width of an MLP that processes every token beside its experts (all shared experts"
+        " together). Default: none.",
+    )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = Field(
         default="aux_loss",
         description="num_moe_experts: load balancing: an auxiliary loss per micro batch, per sample, or none.",

@@ -142,6 +142,8 @@ def sizes_of(
     elements = tokens * model.hidden_size
     residual = 4 if autocast else short
     dense, kept = model.num_moe_experts is None, swiglu if model.swiglu else 2
+    # megatron-core weights an expert's output before its second matrix, on GPUs in SwiGLU's own kernel.
+    weighted = 0 if model.swiglu and device == "cuda" else 1
     # Mixture of experts: each token counts once for each expert that takes it; all experts take equally many tokens.
     routed = tokens * model.active_experts * parallel.expert_tensor_size / tensor
     count, width = model.experts / parallel.expert_model_parallel_size, model.expert_size / parallel.expert_tensor_size
@@ -158,7 +160,8 @@ def sizes_of(
         inner=_inner_bytes(experiment, tokens, short, device) + model.seq_length * angles * short,
         mlp=kept * tokens * model.ffn_size * short / tensor
         if dense
-        else _mixture_bytes(model, tokens / spread, routed, (kept + 1) * width, short),
+        else _mixture_bytes(model, tokens / spread, routed, (kept + weighted) * width, short)
+        + kept * tokens * (model.moe_shared_expert_intermediate_size or 0) * short / tensor,
         inputs=(3 if model.swiglu and autocast else 2) * elements * short / spread,
         dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
         casts=layer_matrices(model) * short if autocast else 0.0,

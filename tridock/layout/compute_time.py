@@ -116,6 +116,8 @@ def _layer(
         matrices += [(tokens, first[1], wide), (tokens, wide, ffn)]
     else:
         matrices += expert_matrices(experiment, tokens)
+        if shared := (model.moe_shared_expert_intermediate_size or 0) // tensor:
+            matrices += [(tokens, shared * (2 if model.swiglu else 1), wide), (tokens, wide, shared)]
     fast, width, quantized = device, size, (0.0, 0.0)
     if model.fp8 is not None and not device.flat:
         fast, width = replace(device, tflops=device.tflops * device.fp8), 1

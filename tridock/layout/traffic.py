@@ -111,8 +111,8 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Ite
     layers, final = layers_of_stage(experiment, stage), stage == stages - 1
     hidden = hidden_bytes(experiment)
     # Two all-reduces in a layer's forward pass, two in its backward pass, two if the forward pass is recomputed; one
-    # for the embedding, one for the head's backward pass. With a mixture of experts only the attention's.
-    halves = 1 if model.num_moe_experts else 2
+    # for the embedding, one for the head's backward pass. With a mixture of experts only attention and shared experts.
+    halves = 1 if model.num_moe_experts and model.moe_shared_expert_intermediate_size is None else 2
     reduces = 2 * halves * layers + halves * recomputed_layers(experiment, layers) + (stage == 0) + final
     volume = reduces * all_reduce(size, hidden)
     hidden_volume = halves * layers * all_reduce(size, hidden) if sent.hides_tensor else 0.0

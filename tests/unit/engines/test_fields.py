@@ -54,6 +54,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_moe_experts": (8, MOE),
     "model.moe_router_topk": (3, MOE),
     "model.moe_ffn_hidden_size": (96, MOE),
+    "model.moe_shared_expert_intermediate_size": (96, MOE),
     "model.moe_router_load_balancing_type": ("seq_aux_loss", MOE),
     "model.moe_aux_loss_coeff": (0.1, MOE),
     "model.seq_length": (32, {}),

@@ -76,6 +76,12 @@ def refused(ranks: int, *overrides: str) -> str:
         (1, ["model.fp8=hybrid", "model.num_moe_experts=4", "model.add_bias_linear=false"],
          "model.fp8: a mixture of experts is not trained in fp8: its experts have any number of tokens; got hybrid; "
          "leave it out"),
+        (2, ["model.num_moe_experts=4", "model.add_bias_linear=false", f"{TP}=2", f"{SP}=true",
+             "model.moe_shared_expert_intermediate_size=25"],
+         "model.moe_shared_expert_intermediate_size: must be a multiple of tensor_model_parallel_size 2; got 25; "
+         "use 24 or 26"),
+        (1, ["model.moe_shared_expert_intermediate_size=24"],
+         "model.moe_shared_expert_intermediate_size: needs model.num_moe_experts; got 24; leave it out"),
         (1, [f"{SP}=true"],
          f"{SP}: there are no tensor parallel ranks to split tokens; got true; "
          "leave it out, or set tensor_model_parallel_size to 2 or more"),

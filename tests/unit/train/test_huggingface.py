@@ -147,6 +147,11 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(RequestError, match=r"^model.rotary_percent: has no counterpart in transformers; got 0.5; "):
         family_of(Model.model_validate({**LLAMA, "rotary_percent": 0.5}))
+    shared = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 24}
+    with pytest.raises(
+        RequestError, match=r"^model.moe_shared_expert_intermediate_size: has no counterpart .* got 24; "
+    ):
+        family_of(Model.model_validate({**LLAMA, "untie_embeddings_and_output_weights": True, **shared}))
     config = config_of(Model.model_validate(LLAMA), TOKENS, "float32", None)
     with pytest.raises(RequestError, match=r"^c: hidden_act: is not supported; got relu; use a model that has silu$"):
         model_fields({**config, "hidden_act": "relu"}, "c")

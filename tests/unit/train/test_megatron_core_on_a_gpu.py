@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.train.experiments import experiment
+from tests.unit.train.pretended_experts import balanced
 from tests.unit.train.pretended_gpu import GPU, REASON, Transfers, pretended_gpu
 from tridock.errors import RequestError
 
@@ -61,7 +62,7 @@ def on_gpu(name: str) -> Iterator[tuple[Any, Any, list[Tensor]]]:
     made = experiment(**base | fields)
     # The operator for several tensors has no form for fake ones; those for one do.
     one_by_one = mock.patch.object(param_and_grad_buffer, "_coalescing_manager", return_value=nullcontext(mock.Mock()))
-    with pretended_gpu(world_size, rank) as (ranks, fakes), one_by_one:
+    with pretended_gpu(world_size, rank) as (ranks, fakes), one_by_one, balanced(made):
         layout = Layout.form(made.parallel)
         resolved = made.resolved(layout.data_parallel_size)
         count = resolved.batch.global_batch_size // (resolved.batch.micro_batch_size * layout.data_parallel_size)

@@ -8,7 +8,7 @@ from tridock.engines.engine import Choice
 from tridock.engines.fields import MIXTURE, as_yaml
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.split import around, divisors, either, nearest_divisors
+from tridock.layout.split import around, divisors, either, nearest_divisors, nearest_multiples
 
 
 def problems(experiment: Experiment) -> Iterator[Problem]:
@@ -71,6 +71,11 @@ def _size_problems(experiment: Experiment, count: int) -> Iterator[Problem]:
         near = nearest_divisors(count, size)
         what, todo = f"must divide num_moe_experts {count}", f"use {either(near)}"
         yield Problem("parallel.expert_model_parallel_size", what, str(size), todo, near)
+    shared, ranks = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
+    if shared is not None and shared % ranks:
+        near = nearest_multiples(ranks, shared)
+        what = f"must be a multiple of tensor_model_parallel_size {ranks}"
+        yield Problem("model.moe_shared_expert_intermediate_size", what, str(shared), f"use {either(near)}", near)
     if model.expert_size % tensor:
         near = nearest_divisors(math.gcd(model.expert_size, parallel.tensor_model_parallel_size) or 1, tensor)
         what, todo = f"must divide the experts' width {model.expert_size}", f"use {either(near)}"

@@ -113,6 +113,8 @@ def _odd_fields(model: Model, family: Family) -> list[tuple[str, str]]:
         odd["num_query_groups"] = model.num_query_groups
     if (family is MIXTRAL) != (model.num_moe_experts is not None):
         odd["num_moe_experts"] = model.num_moe_experts
+    if model.moe_shared_expert_intermediate_size is not None:  # Qwen 2's has a gate, which the engines lack
+        odd["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
     if family.model_type in ("gpt2", "qwen2") and model.attention_size != model.hidden_size:
         odd["kv_channels"] = model.kv_channels
     return [(name, str(value)) for name, value in odd.items()]

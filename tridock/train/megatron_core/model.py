@@ -174,6 +174,7 @@ def expert_settings(experiment: Experiment) -> dict[str, Any]:
         "num_moe_experts": model.num_moe_experts,
         "moe_router_topk": model.moe_router_topk,
         "moe_ffn_hidden_size": model.expert_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
         "moe_token_dispatcher_type": "alltoall",

@@ -20,6 +20,7 @@ _IN_LAYER: Final = {
     "dense_h_to_4h": "mlp.linear_fc1.",
     "dense_4h_to_h": "mlp.linear_fc2.",
 }
+_SHARED: Final = "shared_expert."
 _OUTSIDE: Final = {
     "token_embedding": "embedding.word_embeddings",
     "position_embedding": "embedding.position_embeddings",
@@ -39,10 +40,11 @@ def key_of(model: Model, name: str) -> str:
     """Returns megatron-core's name of a weight, or of the weight that contains it."""
     if layer := _LAYER.match(name):
         module, experts = _EXPERT.subn("", layer[2])
-        inside = _IN_LAYER[module]
+        inside = _IN_LAYER[module.removeprefix(_SHARED)]
         if module == "mlp_norm" and model.num_moe_experts:
             inside = "pre_mlp_layernorm."
         inside = inside.replace("mlp.", "mlp.experts.experts.", experts)
+        inside = inside.replace("mlp.", "mlp.shared_experts.", module.startswith(_SHARED))
         return f"decoder.layers.{layer[1]}.{inside}{layer[3]}"
     module, _, kind = name.partition(".")
     return f"{_OUTSIDE[module]}.{kind}"

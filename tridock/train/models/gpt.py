@@ -132,11 +132,11 @@ class Attention(nn.Module):
 
 
 class Expert(nn.Module):
-    """One MLP of a mixture of experts."""
+    """One MLP of a mixture of experts, of width ``ffn``."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, ffn: int) -> None:
         super().__init__()
-        width, ffn, bias = model.hidden_size, model.expert_size, model.add_bias_linear
+        width, bias = model.hidden_size, model.add_bias_linear
         self.dense_h_to_4h = nn.Linear(width, ffn, bias=bias)
         self.gate = nn.Linear(width, ffn, bias=bias) if model.swiglu else None
         self.dense_4h_to_h = nn.Linear(ffn, width, bias=bias)
@@ -162,7 +162,10 @@ class Layer(nn.Module):
             self.dense_4h_to_h = nn.Linear(ffn, width, bias=bias)
         else:
             self.router = nn.Linear(width, model.num_moe_experts, bias=bias)
-            self.experts = nn.ModuleDict({str(number): Expert(model) for number in range(model.num_moe_experts)})
+            numbers = map(str, range(model.num_moe_experts))
+            self.experts = nn.ModuleDict({number: Expert(model, model.expert_size) for number in numbers})
+            shared = model.moe_shared_expert_intermediate_size
+            self.shared_expert = None if shared is None else Expert(model, shared)
         self.active_experts = model.active_experts
         self.has_experts = model.num_moe_experts is not None
         self.dropout = nn.Dropout(model.hidden_dropout)
@@ -175,11 +178,12 @@ class Layer(nn.Module):
         return x + self.dropout(self._mixture(inside) if self.has_experts else self.dense_4h_to_h(self._wide(inside)))
 
     def _mixture(self, x: Tensor) -> Tensor:
-        """Returns the sum of each token's selected experts, weighted by the softmax of their scores."""
+        """Returns the sum of each token's selected experts, weighted by the softmax of their scores, and of the shared
+        expert."""
         tokens = x.flatten(0, 1)
         scores, chosen = self.router(tokens).topk(self.active_experts, dim=-1)
         shares = scores.float().softmax(-1).to(x.dtype)
-        mixed = torch.zeros_like(tokens)
+        mixed = torch.zeros_like(tokens) if self.shared_expert is None else self.shared_expert(tokens)
         for number, expert in self.experts.items():
             places, rank = (chosen == int(number)).nonzero(as_tuple=True)
             mixed.index_add_(0, places, expert(tokens[places]) * shares[places, rank, None])

@@ -177,6 +177,22 @@ _STRATEGIES: Final[dict[str, Fields]] = {
 _PRECISIONS: Final[dict[str, Fields]] = {"fp32": {}, "bf16": _BF16, "fp16": _FP16}
 _WIDE: Final = {"model.num_layers": 3, "model.hidden_size": 192, "batch.micro_batch_size": 1}
 """With weights of more than the 100,000 elements from which on ZeRO 3 parts them by default."""
+_DEEP: Final = {
+    "model.num_layers": 8,
+    "model.hidden_size": 192,
+    "model.seq_length": 32,
+    "batch.micro_batch_size": 1,
+    "deepspeed": {
+        "zero_optimization": {
+            "stage3_param_persistence_threshold": 1000,
+            "stage3_prefetch_bucket_size": 100_000,
+            "stage3_max_live_parameters": 3_000_000,
+            "stage3_max_reuse_distance": 4_000_000,
+            "reduce_bucket_size": 100_000,
+        }
+    },
+}
+"""Eight layers of 444,864 weights, of which ZeRO 3 does not keep all gathered."""
 _CHECKPOINTED: Final = {"model.checkpoint_activations": True}
 
 
@@ -197,6 +213,11 @@ def _torch() -> Iterator[tuple[str, int, Fields]]:
     yield "ddp-bf16-heads-checkpointed", 1, {**_BF16, **_HEADS, **_CHECKPOINTED, _ACCUMULATED: 2}
     yield "zero3-bf16-wide", 2, {**_STRATEGIES["zero3"], **_BF16, **_WIDE, _ACCUMULATED: 2}
     yield "zero3-fp32-wide", 2, {**_STRATEGIES["zero3"], **_WIDE, _ACCUMULATED: 2}
+    released = {**_STRATEGIES["zero3"], **_DEEP}
+    yield "zero3-bf16-released-2", 2, {**released, **_BF16, _ACCUMULATED: 4}
+    yield "zero3-fp32-released-2", 2, {**released, _ACCUMULATED: 4}
+    yield "zero3-fp32-released-4", 4, {**released, _ACCUMULATED: 8}
+    yield "zero3-fp32-released-checkpointed-4", 4, {**released, **_CHECKPOINTED, _ACCUMULATED: 8}
     for precision in ("fp32", "fp16"):
         yield f"ddp-{precision}-checkpointed", 1, {**_PRECISIONS[precision], **_CHECKPOINTED, _ACCUMULATED: 2}
 

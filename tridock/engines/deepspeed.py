@@ -69,7 +69,6 @@ def overlaps_gradients(experiment: Experiment, data_parallel_size: int) -> bool:
 _BUCKET: Final = 500_000_000
 """Elements of DeepSpeed's reduce_bucket_size by default."""
 _LIVE: Final = 1_000_000_000
-_PREFETCHED: Final = 50_000_000
 _PERSISTENT: Final = 100_000
 REUSED: Final = 1_000_000_000
 """stage3_max_reuse_distance: weights stay gathered if they are used again before this many others."""
@@ -128,11 +127,22 @@ def _on_device(experiment: Experiment, weights: Parameters, replicas: int) -> St
         return States(short * count, 0, optimizer, passing, bucket, workspace=(4 + short) * owned, startup=startup)
     small = sum(_small_tensors(experiment, weights))
     kept = small + owned if replicas > 1 else count
-    live = zero_option(experiment, "stage3_max_live_parameters", _LIVE)
-    live += zero_option(experiment, "stage3_prefetch_bucket_size", _PREFETCHED)
-    gathered = short * min(count - small, live) if replicas > 1 else 0
-    workspace, startup = 4 * min(owned, 2 * _BUCKET), (2 * short + 4) * owned + bucket
+    gathered = short * min(count - small, _gathered_elements(experiment, weights)) if replicas > 1 else 0
+    # Of a group of 1e9 weights the gradients are made flat, in their format, and then converted.
+    workspace = (4 + short % 4) * min(owned, 2 * _BUCKET)
+    startup = (2 * short + 4) * owned + bucket
     return States(short * kept, short * owned, optimizer, 0, bucket, gathered, workspace, startup)
+
+
+def _gathered_elements(experiment: Experiment, weights: Parameters) -> int:
+    """Returns the most elements that ZeRO 3 has gathered, besides a rank's own part of all.
+
+    Each module also gathers ahead, through the forward passes into the backward passes, until
+    ``stage3_max_live_parameters`` are there (``partitioned_param_coordinator.py``). The last tensor may exceed that.
+    """
+    model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
+    widest = max(weights.embedding, weights.head, *(weight.share(tensor) for weight in layer_weights(model)))
+    return zero_option(experiment, "stage3_max_live_parameters", _LIVE) + widest
 
 
 def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]:

@@ -28,9 +28,9 @@ Megatron v1.1.5, ddp                      e          e + 4, fp32: 4  4 + 8
 ========================================  =========  ==============  ====================================
 
 Taken from the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
-through a bucket of 5e8 elements, which is allocated whole. ZeRO 3 holds up to 1e9 gathered weights, and does not
-partition tensors of fewer than 1e5 elements. FSDP2 accumulates the gradients of several micro-batches unsharded, in
-fp32, before it scatters them (:mod:`~tridock.engines.torch.fsdp`).
+through a bucket of 5e8 elements, which is allocated whole. ZeRO 3 holds 1e9 gathered weights and up to a tensor more,
+and does not partition tensors of fewer than 1e5 elements. FSDP2 accumulates the gradients of several micro-batches
+unsharded, in fp32, before it scatters them (:mod:`~tridock.engines.torch.fsdp`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -157,9 +157,7 @@ def _passing(
     """Yields the temporary memory of a step: of its backward passes or, if larger, of the optimizer step."""
     held = engine_of(experiment).activation_terms(experiment, stage, shape.accumulation, device, attention)
     yield from held
-    yield Term(
-        "gathered weights", states.gathered, "ZeRO 3: up to 1e9 of them at a time; FSDP2: embeddings and last norm"
-    )
+    yield Term("gathered weights", states.gathered, "ZeRO 3: 1e9 and a tensor; FSDP2: embeddings and last norm")
     yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")
     backward = total_bytes(held) + states.gathered + states.bucket
     engine, activations = engine_of(experiment), total_bytes(held)

@@ -173,7 +173,7 @@ def marked(layout: Layout) -> Any:
     return pytest.param(layout, id=str(layout), marks=() if str(layout) in OF_EVERY_EDIT else pytest.mark.full)
 
 
-@pytest.mark.parametrize("layout", map(marked, LAYOUTS))
+@pytest.mark.parametrize("layout", [marked(one) for one in LAYOUTS])
 def test_what_the_tracker_sees(layout: Layout) -> None:
     peak, planned = tracked_and_planned(layout)
     assert planned == pytest.approx(peak, rel=0.05)

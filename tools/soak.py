@@ -143,9 +143,11 @@ class Soak:
         """Sends a signal to one of the run's processes whose command line holds ``mark``."""
         node = node or self._any()
         found = json.loads(output("docker", "exec", self.containers[node], *_NODE, "processes", run))
-        fitting = [entry["pid"] for entry in found if any(mark in word for word in entry["command"][:6])]
+        parents = {entry["pid"]: entry["ppid"] for entry in found if any(mark in word for word in entry["command"][:6])}
+        # A child of a rank only writes its log.
+        fitting = sorted(pid for pid, parent in parents.items() if parent not in parents)
         if fitting:
-            self._inside(node, f"kill -{name} {self.chance.choice(sorted(fitting))}")
+            self._inside(node, f"kill -{name} {self.chance.choice(fitting)}")
 
     def _spoil(self, run: str) -> None:
         """Overwrites a byte of one of its files; the run has to take the one before."""

@@ -51,9 +51,9 @@ class Soak:
         session = Session.open(hostfile)
         self.containers = {node: session.transport.container_name(node) for node in session.nodes}
         self.head, *self.others = session.nodes
+        # Not SIGTERM: with that a scheduler asks a run to save and to end.
         self.faults: dict[str, Callable[[str], object]] = {
             "SIGKILL a rank": lambda run: self._signal(run, "KILL", "tridock.train"),
-            "SIGTERM a rank": lambda run: self._signal(run, "TERM", "tridock.train"),
             "SIGSTOP a rank": lambda run: self._signal(run, "STOP", "tridock.train"),
             "SIGKILL a node's launcher": lambda run: self._signal(run, "KILL", "deepspeed.launcher.launch"),
             "SIGKILL the run's launcher": lambda run: self._signal(run, "KILL", "bin/deepspeed", self.head),

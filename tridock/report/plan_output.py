@@ -29,6 +29,7 @@ from tridock.report.plan_text import (
     STYLES,
     correction_rows,
     count_short,
+    duration,
     flops,
     gib,
     headed_table,
@@ -344,25 +345,17 @@ def goodput_line(assessment: Assessment) -> str | None:
     found, size = assessment.goodput, assessment.checkpoint_bytes / 1e9
     if found is None:
         return None
-    failing = f"a failure every {_length(found.mtbf_hours * 3600)}"
+    failing = f"a failure every {duration(found.mtbf_hours * 3600)}"
     saving = (
-        f"{size:,.1f} GB of a checkpoint take {_length(found.writing)}, and stop training for {_length(found.pause)}"
+        f"{size:,.1f} GB of a checkpoint take {duration(found.writing)}, and stop training for {duration(found.pause)}"
     )
     intervals = {"train.save_interval": found.own, "the best interval": found.best}
     shown = (
-        f"{interval.goodput:.1%} with {name} {interval.iterations:,} ({_length(interval.seconds)})"
+        f"{interval.goodput:.1%} with {name} {interval.iterations:,} ({duration(interval.seconds)})"
         for name, interval in intervals.items()
         if interval is not None
     )
     return f"goodput {', '.join(shown)}: {failing}; {saving}"
-
-
-def _length(seconds: float) -> str:
-    """Formats a time in days, hours, minutes, s or ms: in the largest unit that gives at least 1."""
-    for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "s")):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds * 1000:.0f} ms"
 
 
 def _traffic_table(cost: Cost) -> Table:

@@ -38,6 +38,14 @@ def seconds(value: float) -> str:
     return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
+def duration(seconds: float) -> str:
+    """Formats a time in days, hours, minutes, s or ms: in the largest unit that gives at least 1."""
+    for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "s")):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds * 1000:.0f} ms"
+
+
 def flops(value: float) -> str:
     """Formats floating point operations with their largest unit."""
     for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")):

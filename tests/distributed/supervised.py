@@ -41,8 +41,8 @@ class Run:
             values = {"ranks": ranks, "program": program, "python": sys.executable}
             (folder / name).write_text(script.format(folder=folder, steps=steps, load=load, **values))
         base = {"master_port": free_port(), "hang_timeout_s": 30.0, "checkpoints": f"{folder}/checkpoints"}
-        places = {"here": tuple(range(ranks)), **dict.fromkeys(fields.get("remote", ()), ())}
-        supervision = Supervision("here", places, **{"remote": (), **base, **fields})
+        all_here = {"here": tuple(range(ranks)), **dict.fromkeys(fields.get("remote", ()), ())}
+        supervision = Supervision("here", fields.pop("places", all_here), **{"remote": (), **base, **fields})
         (folder / run_folder.SUPERVISION).write_text(supervision.to_json())
         return cls(folder)
 

@@ -103,6 +103,12 @@ def node_script(script: str, node_rank: object) -> str:
     return f"{script.rpartition('.')[0]}-node-{node_rank}.sh"
 
 
+def node_rank_of(name: str) -> int | None:
+    """Returns the node rank of a :func:`node_script`; None for any other file."""
+    found = re.search(r"-node-(\d+)\.sh$", name)
+    return None if found is None else int(found[1])
+
+
 def rank_log(rank: int) -> str:
     """The log of one rank, relative to the run's folder."""
     return f"logs/rank-{rank}.log"

@@ -59,8 +59,9 @@ def _recipes(session: Session, up: tuple[str, ...], report: Report) -> None:
 
 def _keys(session: Session, up: tuple[str, ...], report: Report) -> None:
     store = KeyStore(session.cluster)
+    on_file = store.on_file(up)
     for node in up:
-        files = store.on_file(node)
+        files = on_file.get(node)
         if files is None or session.states()[node].keys != keys_digest(files):
             got = "none on file" if files is None else "others there" if session.states()[node].keys else "none there"
             todo = f"give all nodes the cluster's keys again: tridock keys {session.cluster.hosts_option}"

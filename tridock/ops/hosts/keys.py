@@ -7,7 +7,7 @@ command repairs what an interrupted one left. A node's folder is what its contai
 import fcntl
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,10 +39,10 @@ class KeyStore:
         self.folder = cluster.state_folder
         self._keys: ClusterKeys | None = None
 
-    def on_file(self, node: str) -> dict[str, bytes] | None:
-        """As :meth:`node_files`, but creates and repairs nothing: None where this node has no keys yet."""
+    def on_file(self, nodes: Iterable[str]) -> dict[str, dict[str, bytes]]:
+        """As :meth:`node_files` of each node, but creates and repairs nothing: without nodes that have no keys yet."""
         keys = self._read()
-        return None if keys is None or node not in keys.hosts else node_files(self._cluster, keys, node)
+        return {} if keys is None else {it: node_files(self._cluster, keys, it) for it in nodes if it in keys.hosts}
 
     def ensure(self) -> None:
         """Creates missing keys and repairs modes and folders; keys that are right stay the same."""

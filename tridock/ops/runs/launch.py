@@ -152,10 +152,20 @@ def _share_secrets(session: Session, bundle: RunBundle, secrets: bytes | None) -
 
 
 def put_files(session: Session, bundle: RunBundle) -> None:
-    """Writes the first files of a run into its folder on every node."""
+    """Writes the first files of a run into its folder on every node: the scripts of other nodes only on the head.
+
+    With the scripts of all nodes on each, the traffic would grow as the square of the nodes.
+    """
+    nodes = tuple(Supervision.from_json(bundle.files[run_folder.SUPERVISION].decode()).ranks)
+    common, own = dict[str, bytes](), dict[str, dict[str, bytes]]()
+    for name, content in bundle.files.items():
+        rank = run_folder.node_rank_of(name)
+        files = common if rank is None else own.setdefault(nodes[rank], {})
+        files[name] = content
 
     def put(node: str, host: Host) -> None:
-        host.put_tree(bundle.files, f"{session.workspace(node)}/runs/{bundle.run_id}", mode=0o644)
+        files = bundle.files if node == session.head else {**common, **own.get(node, {})}
+        host.put_tree(files, f"{session.workspace(node)}/runs/{bundle.run_id}", mode=0o644)
 
     session.each(put)
 

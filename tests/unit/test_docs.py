@@ -1,4 +1,4 @@
-"""Every path, link and anchor that the documentation names exists."""
+"""Every path, link and anchor that the documentation names exists; its lines can be read as text."""
 
 from __future__ import annotations
 
@@ -52,6 +52,13 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_prose_have_at_most_100_characters(page: str) -> None:
+    """They are read as text, too. Rows of tables and pictures are one line each."""
+    lines = prose(page).splitlines()
+    assert [line for line in lines if len(line) > 100 and not line.lstrip().startswith(("|", "![", "<"))] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])

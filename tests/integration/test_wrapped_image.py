@@ -76,9 +76,9 @@ def test_an_image_of_ones_own_is_wrapped_when_it_is_named(docker: str, tmp_path:
         assert first.returncode == 0, first.stdout + first.stderr
         assert "0 of 1: first" in first.stdout.splitlines()
         # The operator has another uid than the image's user, but that user's programs and packages.
-        options = ("--rm", "--env", "TRIDOCK_UID=4321", "--env", "TRIDOCK_GID=4321", f"tridock-wrapped/{own}")
+        as_another = ("--rm", "--env", "TRIDOCK_UID=4321", "--env", "TRIDOCK_GID=4321", f"tridock-wrapped/{own}")
         script = "id -u && mine && cd ~/.local/lib && touch a && pwd -P"
-        assert succeed("docker", "run", *options, "bash", "-c", script) == "4321\nfirst\n/home/app/.local/lib\n"
+        assert succeed("docker", "run", *as_another, "bash", "-c", script) == "4321\nfirst\n/home/app/.local/lib\n"
         # Neither the image nor the node is made again, until the image changes.
         made = succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}")
         again = tridock(tmp_path, *options, *program)

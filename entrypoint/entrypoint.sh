@@ -102,7 +102,10 @@ adopt_operator() {
     [[ $uid != 0 ]] || return 0
     groups=$(supplementary_groups "$gid")
     join_groups "$groups"
-    exec setpriv --reuid "$uid" --regid "$gid" --groups "$groups" -- "$0" "$@"
+    # None where the operator's group is root's and nothing else was added.
+    local keep=(--clear-groups)
+    [[ -z $groups ]] || keep=(--groups "$groups")
+    exec setpriv --reuid "$uid" --regid "$gid" "${keep[@]}" -- "$0" "$@"
 }
 
 # Not as root: torch, git and others need a writable home and a user name.

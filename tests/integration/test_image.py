@@ -161,6 +161,11 @@ def test_groups_of_the_container_stay(containers: Containers) -> None:
     assert done.stdout.splitlines()[1:] == ["video:x:44:tridock", "device7777:x:7777:tridock"]
 
 
+def test_the_operators_group_may_be_roots(containers: Containers) -> None:
+    done = containers.run("sh", "-c", "id -u; id -G", options=["--env", "TRIDOCK_UID=4321", "--env", "TRIDOCK_GID=0"])
+    assert (done.returncode, done.stdout) == (0, "4321\n0\n"), done.stderr
+
+
 def test_started_with_user_it_stays_that_user(containers: Containers, workspace: Path) -> None:
     os.chown(workspace, 4321, 4322)
     options = ["--user", "4321:4322", "--volume", f"{workspace}:/workspace"]

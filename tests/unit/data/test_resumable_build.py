@@ -251,26 +251,26 @@ def test_a_finished_input_that_has_changed(tokenizer: BytePairTokenizer, tmp_pat
 
 def test_the_journal_does_not_grow_with_the_inputs(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
     """It is written every few seconds; of the inputs only what is new."""
-    sources = [tmp_path / f"{number:04d}.jsonl" for number in range(300)]
+    sources = [tmp_path / f"{number:04d}.jsonl" for number in range(120)]
     for number, source in enumerate(sources):
         source.write_bytes(lines(f"one {number}"))
 
     def stop(done: module.Done) -> None:
-        if done.documents > 250:
+        if done.documents > 100:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         preprocess(request(tokenizer, tmp_path / "o", *sources, journal_seconds=0), stop)
     folder = tmp_path / ".o.unfinished"
     assert (folder / "journal.json").stat().st_size < 2000
-    assert len((folder / "finished").read_bytes().splitlines()) == 250
+    assert len((folder / "finished").read_bytes().splitlines()) == 100
     fewer = request(tokenizer, tmp_path / "o", *sources[1:], resume=True)
     assert len(refused := message(lambda: preprocess(fewer))) < 400
-    assert refused.startswith("--resume: the run was started with inputs 300 files (SHA-256 of names, formats and")
+    assert refused.startswith("--resume: the run was started with inputs 120 files (SHA-256 of names, formats and")
     # What a killed run has written after its last journal counts for nothing.
     with (folder / "finished").open("ab") as file:
         file.write(b'{"name": "torn')
     done = preprocess(request(tokenizer, tmp_path / "o", *sources, resume=True))
-    assert done.documents_out == 300
+    assert done.documents_out == 120
     manifest = json.loads((tmp_path / "o_text_document.json").read_text())
     assert [it["name"] for it in manifest["inputs"]] == [source.name for source in sources]

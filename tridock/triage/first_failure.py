@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tridock.contracts.events import Event
+from tridock.contracts.events import Cause, Event
 from tridock.errors import Problem
 
 _LENGTH = 300
@@ -82,10 +82,11 @@ def _essence(event: Mapping[str, Any]) -> str:
 
 
 def _weight(event: Mapping[str, Any]) -> int:
-    """Ranks events by how much they explain: a lost node, then the ranks that lost it, then a node's program, then the
-    launcher, then a node without its head."""
-    order = {Event.NODE_LOST: -1, Event.NODE_FAILED: 1, Event.LAUNCHER_ENDED: 2, Event.HEAD_LOST: 3}
-    return order.get(Event(event["event"]), 0)
+    """Ranks events by how much they explain: a lost node, then the ranks that lost it, then a program that failed, then
+    the launcher, then a node without its head. A program that could not start explains the ranks that it lacks."""
+    if event.get("cause") == Cause.PROGRAM_FAILED:
+        return 1
+    return {Event.NODE_LOST: -1, Event.LAUNCHER_ENDED: 2, Event.HEAD_LOST: 3}.get(Event(event["event"]), 0)
 
 
 def _is_failure(event: Mapping[str, Any]) -> bool:

@@ -264,6 +264,16 @@ def test_docs_list_every_rule() -> None:
     assert page == module.with_rules(page), "run make reference"
 
 
+@pytest.mark.parametrize(
+    ("cause", "rule"), [(Cause.PROGRAM_NOT_STARTED, "program-not-started"), (Cause.PROGRAM_FAILED, "program-failed")]
+)
+def test_a_program_that_cannot_start_explains_its_rank_and_a_rank_its_failed_program(cause: Cause, rule: str) -> None:
+    failed = {"event": cause.event, "cause": cause, "node": "a", "reason": "whatever it says"}
+    died = {"event": "rank_died", "cause": Cause.RANK_EXITED, "rank": 0, "node": "a", "reason": "exited with code 127"}
+    answers = {"a": Evidence(events=f"{json.dumps(failed)}\n{json.dumps(died)}\n")}
+    assert diagnose(facts_of(answers, "a", 4)).rule == rule
+
+
 def test_a_lost_node_tells_more_than_the_rank_that_lost_it() -> None:
     died = {"event": "rank_died", "cause": Cause.RANK_EXITED, "rank": 0, "node": "a", "reason": "exited with code 1"}
     lost = {"event": "node_lost", "cause": Cause.NODE_SILENT, "node": "b", "reason": "has not answered for 20 s"}

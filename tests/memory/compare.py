@@ -76,15 +76,15 @@ def _figures(name: str, memory: StageMemory, rank: Mapping[str, Any]) -> Iterato
     # A hidden state's gradient that a pipeline still holds is no weight's; ZeRO 3 keeps its bucket between steps.
     bucket = sum(size for key, size in rank["gradients"].items() if "ipg_buckets" in key)
     gradients = sum(size for key, size in rank["gradients"].items() if not _is_hidden(key)) - bucket
-    lasting = (rank["parameters"]["bytes"], gradients, sum(rank["optimizer"].values()))
+    persistent = (rank["parameters"]["bytes"], gradients, sum(rank["optimizer"].values()))
     yield Compared(name, memory.stage, "parameters", memory.parameters.total, rank["parameters"]["elements"])
-    for what, value in zip(STATES, lasting, strict=True):
+    for what, value in zip(STATES, persistent, strict=True):
         yield Compared(name, memory.stage, what, terms.get(what, 0), value)
-    passing = memory.total_bytes - sum(terms.get(what, 0) for what in STATES)
+    temporary = memory.total_bytes - sum(terms.get(what, 0) for what in STATES)
     # What torch's pipelines keep between steps, their buffers, is a part of the step in the plan.
-    buffers = rank["live_before_step"] - lasting[0] - sum(rank["gradients"].values()) - lasting[2]
+    buffers = rank["live_before_step"] - persistent[0] - sum(rank["gradients"].values()) - persistent[2]
     seen = rank["step_peak"] + bucket + (buffers if name.startswith("torch-") else 0)
-    yield Compared(name, memory.stage, "step", passing, seen)
+    yield Compared(name, memory.stage, "step", temporary, seen)
 
 
 def _is_hidden(key: str) -> bool:

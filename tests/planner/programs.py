@@ -78,7 +78,7 @@ class MegatronDeepSpeedBf16(MegatronLM):
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
         found = super().states(experiment, weights, shape, device)
-        return replace(found, gradients=4 * weights.total + found.passing, passing=0)
+        return replace(found, gradients=4 * weights.total + found.step_gradients, step_gradients=0)
 
 
 class Torchtitan(Torch):

@@ -122,9 +122,11 @@ def _on_device(experiment: Experiment, weights: Parameters, replicas: int) -> St
         return States(short * count, 0, (master + 8) * count, short * count, workspace=master * count, startup=startup)
     optimizer, bucket = 12 * owned, short * _bucket_elements(experiment, replicas)
     if stage < 3:
-        passing = short * (count if stage == 1 else owned)
+        step_gradients = short * (count if stage == 1 else owned)
         startup = short * count + 8 * owned  # the master weights, and their gradients
-        return States(short * count, 0, optimizer, passing, bucket, workspace=(4 + short) * owned, startup=startup)
+        return States(
+            short * count, 0, optimizer, step_gradients, bucket, workspace=(4 + short) * owned, startup=startup
+        )
     small = sum(_small_tensors(experiment, weights))
     kept = small + owned if replicas > 1 else count
     gathered = short * min(count - small, _gathered_elements(experiment, weights)) if replicas > 1 else 0

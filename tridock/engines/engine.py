@@ -162,7 +162,7 @@ class Engine(ABC):
 
         ``activations``: bytes of the activation terms.
         """
-        return states.passing if shape.accumulation > 1 else 0
+        return states.step_gradients if shape.accumulation > 1 else 0
 
     def summed_bytes(self, experiment: Experiment) -> float:
         """Returns the bytes read and written of a weight for each micro batch, as its gradient is accumulated."""

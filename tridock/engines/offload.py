@@ -54,7 +54,7 @@ class Offload:
                 states,
                 gradients=0,
                 optimizer=0,
-                passing=states.passing if stage == 1 else 0,
+                step_gradients=states.step_gradients if stage == 1 else 0,
                 workspace=0,
                 startup=states.weights + short * owned,
                 offloaded=12 * owned,

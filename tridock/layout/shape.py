@@ -55,7 +55,7 @@ class States:
     gradients: int
     """Gradients kept between steps, in the engine's buffers."""
     optimizer: int
-    passing: int = 0
+    step_gradients: int = 0
     """Gradients that the first backward pass of a step allocates and the end of the step frees."""
     bucket: int = 0
     """Buckets through which the backward passes reduce gradients."""
@@ -71,7 +71,7 @@ class States:
     """Further buffers in the host's memory for offloaded states."""
 
     @property
-    def lasting(self) -> int:
+    def persistent(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
     @property

@@ -49,7 +49,7 @@ TIGHT: Final = 0.8
 """Share of a GPU's memory above which a run may run out: of 454 published runs, none with an estimate below it did
 (Fujii et al., 2024, arXiv 2411.06465)."""
 GIB: Final = 2**30
-_LASTING: Final = ("weights", "gradients", "optimizer states", "start-up")
+_PERSISTENT: Final = ("weights", "gradients", "optimizer states", "start-up")
 """Terms that are not temporary within a step."""
 OVERHEAD: Final = ("CUDA context", "NCCL", "fragmentation")
 """Terms that no tensor accounts for."""
@@ -119,9 +119,9 @@ def memory_of_stage(
     copies = train.save and train.async_save and train.save_interval > 0
     weights = engine_of(experiment).parameters(experiment, stage)
     states = engine_of(experiment).states(experiment, weights, shape, device)
-    terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device, attention)]
-    beyond = max(0, states.startup - total_bytes(terms))
-    terms.append(Term("start-up", beyond, "weights that are there twice, or whole, before the first step"))
+    terms = [*_persistent(states, weights.total), *_temporary(experiment, stage, shape, states, device, attention)]
+    excess = max(0, states.startup - total_bytes(terms))
+    terms.append(Term("start-up", excess, "weights that are there twice, or whole, before the first step"))
     if correction is not None and gpu is not None:
         source = f"{correction.source} allocated {correction.memory:.3g} times what its plan has"
         terms.append(Term("measured by a run", round((correction.memory - 1) * total_bytes(terms)), source))
@@ -133,7 +133,7 @@ def memory_of_stage(
         layers=layers_of_stage(experiment, stage),
         parameters=weights,
         terms=tuple(term for term in terms if term.bytes),
-        state_bytes=states.lasting + states.passing,
+        state_bytes=states.persistent + states.step_gradients,
         startup_bytes=states.startup,
         copied_bytes=engine_of(experiment).copied_bytes(experiment, weights, states) if copies else 0,
         offloaded_bytes=states.offloaded + states.host_buffers,
@@ -141,7 +141,7 @@ def memory_of_stage(
     )
 
 
-def _lasting(states: States, count: int) -> Iterator[Term]:
+def _persistent(states: States, count: int) -> Iterator[Term]:
     """Yields what the engine keeps from step to step, with its bytes a parameter, which differ (docs/planner.md)."""
     for name, value in (
         ("weights", states.weights),
@@ -151,20 +151,20 @@ def _lasting(states: States, count: int) -> Iterator[Term]:
         yield Term(name, value, f"{value / count:.3g} bytes a parameter, kept from step to step")
 
 
-def _passing(
+def _temporary(
     experiment: Experiment, stage: int, shape: Shape, states: States, device: Device, attention: Attention
 ) -> Iterator[Term]:
     """Yields the temporary memory of a step: of its backward passes or, if larger, of the optimizer step."""
-    held = engine_of(experiment).activation_terms(experiment, stage, shape.accumulation, device, attention)
-    yield from held
+    terms = engine_of(experiment).activation_terms(experiment, stage, shape.accumulation, device, attention)
+    yield from terms
     yield Term("gathered weights", states.gathered, "ZeRO 3: 1e9 and a tensor; FSDP2: embeddings and last norm")
     yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")
-    backward = total_bytes(held) + states.gathered + states.bucket
-    engine, activations = engine_of(experiment), total_bytes(held)
+    backward = total_bytes(terms) + states.gathered + states.bucket
+    engine, activations = engine_of(experiment), total_bytes(terms)
     accumulated = engine.accumulated_gradients(experiment, stage, shape, states, device, activations)
     yield Term("gradients of a step", accumulated, "from the first backward pass to the optimizer's step")
-    beyond = max(0, states.passing - accumulated + states.workspace - backward)
-    yield Term("optimizer's step", beyond, "its gradients and workspace, beyond the room of the above")
+    excess = max(0, states.step_gradients - accumulated + states.workspace - backward)
+    yield Term("optimizer's step", excess, "its gradients and workspace, beyond the room of the above")
 
 
 def memory_of_stages(
@@ -207,7 +207,7 @@ def communicators(experiment: Experiment, shape: Shape) -> int:
 
 def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int) -> list[Term]:
     """Returns the overhead besides the ``used`` terms, on a GPU of ``limit_bytes``, with ``count`` communicators."""
-    passing = sum(term.bytes for term in used if term.name not in _LASTING)
+    temporary = sum(term.bytes for term in used if term.name not in _PERSISTENT)
     low, high = COMMUNICATOR_BYTES
     wanted = (
         (
@@ -217,7 +217,7 @@ def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int) -> list[T
             "context, kernels, cuBLAS's workspaces",
         ),
         ("NCCL", count * low, count * high, f"{count} communicators x {low // _MIB} to {high // _MIB} MiB"),
-        ("fragmentation", 0, round(FRAGMENTED * passing), f"up to {FRAGMENTED:.0%} of what comes and goes in a step"),
+        ("fragmentation", 0, round(FRAGMENTED * temporary), f"up to {FRAGMENTED:.0%} of what comes and goes in a step"),
     )
     # A run that fits with the least of each overhead never exceeds the GPU's memory.
     room = max(0, limit_bytes - total_bytes(used) - sum(least for _, least, _, _ in wanted))

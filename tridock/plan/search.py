@@ -42,7 +42,7 @@ class Candidate:
         return self.cost.estimate.iteration
 
     @property
-    def tenths(self) -> int:
+    def tenths_of_gib(self) -> int:
         """Returns the memory of the fullest rank in tenths of a GiB."""
         return round(10 * self.worst.total_bytes / GIB)
 
@@ -62,12 +62,12 @@ class Search:
     rates: Rates
 
     @property
-    def front(self) -> tuple[Candidate, ...]:
+    def pareto_front(self) -> tuple[Candidate, ...]:
         """Returns the Pareto front of time and memory, the fastest first: no other layout is as fast with less memory,
         nor needs as little memory and is faster. Memory counts in tenths of a GiB, as it is shown."""
         best: list[Candidate] = []
         for one in sorted(self.found, key=lambda one: (one.seconds, one.worst.total_bytes)):
-            if not best or one.tenths < best[-1].tenths:
+            if not best or one.tenths_of_gib < best[-1].tenths_of_gib:
                 best.append(one)
         return tuple(best)
 
@@ -77,9 +77,9 @@ def search(
     slots: Mapping[str, Sequence[int]],
     source: str,
     assumptions: Assumptions,
-    tried: Callable[[int, int], None] = lambda _done, _of: None,
+    on_tried: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> Search:
-    """Tries every layout; ``tried`` receives the number done and the total.
+    """Tries every layout; ``on_tried`` receives the number done and the total.
 
     Raises :class:`RequestError` if neither memory nor time can be judged.
     """
@@ -108,12 +108,12 @@ def search(
 
     for number, choice in enumerate(every, start=1):
         judge(choice)
-        tried(number, len(every))
+        on_tried(number, len(every))
     if not found:
         for choice in every:
             for offload in engine_of(fixed).offload_choices(with_choice(fixed, choice)):
                 judge({**choice, **offload})
-    found += list(_with_less_recomputed(fixed, found, world_size, per_node, assumptions, rates))
+    found += list(_with_less_recomputation(fixed, found, world_size, per_node, assumptions, rates))
     found.sort(key=lambda one: (one.worst.fit != "fits", one.seconds, one.worst.total_bytes))
     return Search(tuple(found), tuple(rejected), rates)
 
@@ -143,7 +143,7 @@ def _judge(
     return Candidate(choice, candidate, data, worst, cost)
 
 
-def _with_less_recomputed(
+def _with_less_recomputation(
     fixed: Experiment,
     found: Sequence[Candidate],
     world_size: int,
@@ -240,7 +240,7 @@ def _divisors_up_to(number: int, most: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, min(number, most) + 1) if number % size == 0)
 
 
-def reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
+def count_reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
     """Returns each reason with the number of layouts that it rules out, the most frequent first."""
     counts: dict[str, int] = {}
     for one in rejected:

@@ -40,7 +40,7 @@ _OFF: Final = (f"{_SHORT['VPP']}=1", f"{_SHORT['CP']}=1", "parallel.sequence_par
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class JudgedLayout:
     """A layout with every reason against it, or its memory and time."""
 
     changes: tuple[str, ...]
@@ -99,8 +99,8 @@ class Weighed:
 class Why:
     """A layout and the layouts that it is compared with."""
 
-    layout: Weighed
-    others: tuple[Weighed, ...]
+    layout: JudgedLayout
+    others: tuple[JudgedLayout, ...]
 
     def document(self) -> dict[str, Any]:
         """Returns the comparison for ``--json``: differences are the other's figures minus the layout's."""
@@ -129,13 +129,15 @@ def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
     return dict(sorted(((name, value) for name, value in changes.items() if value), key=lambda item: -abs(item[1])))
 
 
-def weigh(experiment: Experiment, slots: Slots, assumptions: Assumptions, changes: Sequence[str] = ()) -> Weighed:
+def judge_layout(
+    experiment: Experiment, slots: Slots, assumptions: Assumptions, changes: Sequence[str] = ()
+) -> JudgedLayout:
     """Judges one layout; ``changes`` are only recorded."""
     world_size = sum(len(numbers) for numbers in slots.values())
     problems = [*layout_problems(experiment, world_size), *gpu_problems(experiment, assumptions.gpu)]
     data = world_size // size_of_replica(experiment)
     if problems:
-        return Weighed(tuple(changes), experiment, tuple(problems), data)
+        return JudgedLayout(tuple(changes), experiment, tuple(problems), data)
     steps = experiment.batch.samples_per_step(data) // (experiment.batch.micro_batch_size * data)
     shape = Shape(data, steps, min(len(numbers) for numbers in slots.values()))
     memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
@@ -143,7 +145,7 @@ def weigh(experiment: Experiment, slots: Slots, assumptions: Assumptions, change
     states = max(stage.state_bytes for stage in memory)
     cost = cost_of(experiment, shape, states, rates)
     worst = max(memory, key=lambda stage: stage.total_bytes)
-    return Weighed(tuple(changes), experiment, (), data, worst, cost)
+    return JudgedLayout(tuple(changes), experiment, (), data, worst, cost)
 
 
 def neighbors(experiment: Experiment, slots: Slots, assumptions: Assumptions) -> Why:
@@ -152,11 +154,12 @@ def neighbors(experiment: Experiment, slots: Slots, assumptions: Assumptions) ->
     world_size = sum(len(numbers) for numbers in slots.values())
     base = with_global_batch(experiment, world_size)
     others = [
-        weigh(with_choice(base, choice), slots, assumptions, _changes(choice)) for choice in _steps(base, world_size)
+        judge_layout(with_choice(base, choice), slots, assumptions, _changes(choice))
+        for choice in _steps(base, world_size)
     ]
     order = ("fits", "tight", "no-fit", "illegal")
     others.sort(key=lambda one: (order.index(one.verdict), one.seconds or 0.0))
-    return Why(weigh(base, slots, assumptions), tuple(others))
+    return Why(judge_layout(base, slots, assumptions), tuple(others))
 
 
 def _changes(choice: Choice) -> list[str]:
@@ -237,12 +240,12 @@ def overrides_of_layout(text: str) -> list[str]:
     return list(found.values())
 
 
-def check_data_parallel(text: str, weighed: Weighed) -> None:
+def check_data_parallel(text: str, judged: JudgedLayout) -> None:
     """Raises :class:`RequestError` if a layout names another data parallel size than it has on these slots."""
     named = [int(label[2]) for word in text.replace(",", " ").split() if (label := _LABEL.fullmatch(word)) and
              label[1].upper() == "DP"]  # fmt: skip
-    if not weighed.problems and any(size != weighed.data_parallel_size for size in named):
-        what = f"follows from the slots: it is DP{weighed.data_parallel_size} with the other sizes"
+    if not judged.problems and any(size != judged.data_parallel_size for size in named):
+        what = f"follows from the slots: it is DP{judged.data_parallel_size} with the other sizes"
         raise RequestError(Problem("--why", what, text, "leave DP out"))
 
 

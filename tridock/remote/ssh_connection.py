@@ -22,7 +22,7 @@ from tridock.remote.ssh_target import (
     UnknownHostKeyError,
     Wanted,
     connection_problem,
-    is_passing,
+    is_transient,
     known_keys,
     resolve,
 )
@@ -64,7 +64,7 @@ class Connector:
                 # paramiko aborts a handshake that takes too long without an error, and fails on it later.
                 silent = str(error) == "No existing session" and time.monotonic() - begin >= 0.9 * self.timeout
                 cause = TimeoutError() if silent else error
-                if not left or not is_passing(cause):
+                if not left or not is_transient(cause):
                     problem = connection_problem(self.name, target, cause, self.timeout, self.retries + 1 - left)
                     raise ClusterError(problem) from None
             # Jitter, so that connections that were dropped together do not retry together.

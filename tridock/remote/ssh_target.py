@@ -187,7 +187,7 @@ class UnknownHostKeyError(Exception):
         self.target, self.key = target, key
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether a retry may help: refused or dropped connections, as from an sshd that is starting or overloaded."""
     if isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException | UnknownHostKeyError):
         return False

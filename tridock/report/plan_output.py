@@ -20,10 +20,10 @@ from tridock.plan.correction import Correction
 from tridock.plan.cost import Cost
 from tridock.plan.document import as_json
 from tridock.plan.memory import GIB, StageMemory
-from tridock.plan.search import Candidate, Search, overrides_of, reasons, search
+from tridock.plan.search import Candidate, Search, count_reasons, overrides_of, search
 from tridock.progress import bars
 from tridock.report import rank_map
-from tridock.report.front_picture import plot_front
+from tridock.report.pareto_plot import plot_pareto_front
 from tridock.report.plan_text import (
     LABELS,
     STYLES,
@@ -94,7 +94,7 @@ def _print_search(found: Search, assessment: Assessment, console: Console, show:
     todo = "use more GPUs, GPUs with more memory, or a smaller model"
     none = RequestError(Problem(assessment.source, f"none of {count(len(found.rejected), 'layout')} works", "", todo))
     if show.plot and found.found:
-        plot_front(found, assessment.experiment.name, Path(show.plot))
+        plot_pareto_front(found, assessment.experiment.name, Path(show.plot))
     if show.json:
         problems = () if found.found else none.problems
         sys.stdout.write(as_json(_document(found, assessment, problems)))
@@ -116,7 +116,7 @@ def _print_search(found: Search, assessment: Assessment, console: Console, show:
 
 
 def _document(found: Search, assessment: Assessment, problems: Sequence[Problem]) -> dict[str, Any]:
-    front = {id(one) for one in found.front}
+    front = {id(one) for one in found.pareto_front}
     return {
         "found": [
             {
@@ -394,13 +394,13 @@ def render_search(found: Search, name: str) -> Group:
     omitted = len(found.found) - _MOST_LAYOUTS
     if omitted > 0:
         parts.append(f"and {count(omitted, 'more layout')} that fit{'s' if omitted == 1 else ''}")
-    if len(front := found.front) > 1:
+    if len(front := found.pareto_front) > 1:
         parts += ["", _candidates("Memory against time: no other layout is faster with less", front, found.found)]
         if len(front) > _MOST_LAYOUTS:
             parts.append(f"and {len(front) - _MOST_LAYOUTS} more with less memory (--json)")
     if found.rejected:
         parts += ["", Text(f"{len(found.rejected):,} others do not work:", "bold")]
-        counted = reasons(found.rejected)
+        counted = count_reasons(found.rejected)
         parts += [f"{number:>6,}  {reason}" for reason, number in counted[:_MOST_REASONS]]
         rest = sum(number for _, number in counted[_MOST_REASONS:])
         if rest:

@@ -16,14 +16,14 @@ from tridock.experiment import load_experiment
 from tridock.plan.assumptions import Assumptions
 from tridock.plan.memory import GIB
 from tridock.plan.why import (
+    JudgedLayout,
     Slots,
-    Weighed,
     Why,
     check_data_parallel,
     difference,
+    judge_layout,
     neighbors,
     overrides_of_layout,
-    weigh,
     with_batch_of,
 )
 from tridock.report.plan_text import LABELS, STYLES, gib, headed_table, interval, seconds
@@ -54,10 +54,10 @@ def print_why(
         for text in named:
             changes = overrides_of_layout(text)
             other = with_batch_of(experiment, slots, load_experiment(config, [*overrides, *changes]))
-            layouts.append(weigh(other, slots, assumptions, changes))
+            layouts.append(judge_layout(other, slots, assumptions, changes))
             check_data_parallel(text, layouts[-1])
         if len(layouts) == 1:
-            layouts.insert(0, weigh(with_batch_of(experiment, slots, experiment), slots, assumptions))
+            layouts.insert(0, judge_layout(with_batch_of(experiment, slots, experiment), slots, assumptions))
         why = Why(layouts[0], tuple(layouts[1:]))
     problems = (*why.layout.problems, *_too_large(why.layout, assumptions))
     if as_json:
@@ -81,7 +81,7 @@ def _document(why: Why, problems: Sequence[Problem], assumptions: Assumptions) -
     }
 
 
-def _too_large(layout: Weighed, assumptions: Assumptions) -> Iterator[Problem]:
+def _too_large(layout: JudgedLayout, assumptions: Assumptions) -> Iterator[Problem]:
     if layout.worst is not None and layout.verdict == "no-fit" and assumptions.gpu is not None:
         what = f"{layout.label} does not fit the {assumptions.gpu.memory_bytes / GIB:.1f} GiB of a GPU"
         got = f"{layout.worst.total_bytes / GIB:.1f} GiB"
@@ -100,7 +100,7 @@ def explanation(why: Why) -> Group:
     return Group(*parts, _neighbors(why))
 
 
-def _head(layout: Weighed) -> Text:
+def _head(layout: JudgedLayout) -> Text:
     text = Text(f"{layout.label}: ").append(LABELS[layout.verdict], STYLES[layout.verdict])
     if layout.worst is not None:
         text.append(f" · {interval(layout.worst)} per rank")
@@ -143,7 +143,7 @@ def _relative(before: float | None, after: float | None) -> str:
     return "-" if not before or after is None else f"{after / before - 1:+.1%}"
 
 
-def _because(before: Weighed, other: Weighed) -> Iterator[str]:
+def _because(before: JudgedLayout, other: JudgedLayout) -> Iterator[str]:
     """Yields the largest changes of time and of memory."""
     time = [(name, value) for name, value in difference(before.time, other.time).items() if abs(value) >= _LEAST_S]
     if time:
@@ -153,7 +153,7 @@ def _because(before: Weighed, other: Weighed) -> Iterator[str]:
         yield "memory: " + ", ".join(f"{name} {_signed_gib(value)}" for name, value in large[:_MOST_TERMS])
 
 
-def comparison(first: Weighed, second: Weighed) -> Group:
+def comparison(first: JudgedLayout, second: JudgedLayout) -> Group:
     """Returns the terms of two layouts side by side, the largest difference first."""
     parts: list[RenderableType] = [Text("A  ") + _head(first), Text("B  ") + _head(second), ""]
     for name, layout in (("A", first), ("B", second)):

@@ -272,7 +272,7 @@ def test_the_plan_knows_where_the_states_are(stage: int, parts: tuple[str, ...],
     weights = engine.parameters(given, 0)
     small = 2 * weights.final_norm  # which stays whole
     states = engine.states(given, weights, shape, "cuda")
-    assert (states.lasting - (small if stage == 3 else 0)) / weights.total == pytest.approx(on_gpu, abs=1e-2)
+    assert (states.persistent - (small if stage == 3 else 0)) / weights.total == pytest.approx(on_gpu, abs=1e-2)
     assert (states.offloaded + states.host_buffers) / weights.total == pytest.approx(on_host, abs=1e-2)
     plain = experiment({"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
     assert states.saved == engine.states(plain, weights, shape, "cuda").saved

@@ -11,7 +11,7 @@ from tridock.errors import RequestError
 from tridock.experiment import Experiment
 from tridock.gpus import GPUS
 from tridock.plan import Assumptions, assess
-from tridock.plan.why import Weighed, difference, neighbors, overrides_of_layout, weigh, with_batch_of
+from tridock.plan.why import JudgedLayout, difference, judge_layout, neighbors, overrides_of_layout, with_batch_of
 
 BASE: dict[str, Any] = {
     "name": "small",
@@ -33,18 +33,18 @@ def experiment(**fields: Any) -> Experiment:
     return with_fields(BASE, fields)
 
 
-def by_change(**fields: Any) -> dict[tuple[str, ...], Weighed]:
+def by_change(**fields: Any) -> dict[tuple[str, ...], JudgedLayout]:
     return {other.changes: other for other in neighbors(experiment(**fields), SLOTS, A100).others}
 
 
 def test_a_layout_is_weighed_as_it_is_planned() -> None:
-    weighed, planned = weigh(experiment(), SLOTS, A100), assess(experiment(), SLOTS, "e", A100)
+    judged, planned = judge_layout(experiment(), SLOTS, A100), assess(experiment(), SLOTS, "e", A100)
     assert planned.cost is not None
     assert planned.cost.estimate is not None
-    assert (weighed.label, weighed.verdict) == ("TP2 PP2 DP2 MB2", planned.verdict)
-    assert weighed.seconds == pytest.approx(planned.cost.estimate.iteration)
-    assert sum(weighed.time.values()) == pytest.approx(planned.cost.estimate.iteration)
-    assert sum(weighed.memory.values()) == planned.worst.total_bytes
+    assert (judged.label, judged.verdict) == ("TP2 PP2 DP2 MB2", planned.verdict)
+    assert judged.seconds == pytest.approx(planned.cost.estimate.iteration)
+    assert sum(judged.time.values()) == pytest.approx(planned.cost.estimate.iteration)
+    assert sum(judged.memory.values()) == planned.worst.total_bytes
 
 
 def test_neighbors_are_one_step_away() -> None:

@@ -24,7 +24,7 @@ from tridock.errors import ClusterError, Problem, RequestError
 from tridock.remote import LocalHost, Outcome, SshHost, connect, on_all, raise_failures, ssh_target
 from tridock.remote.files import get_command, put_command, put_tree_command
 from tridock.remote.host import Completed, remedy_of, shortened
-from tridock.remote.ssh_target import Target, Wanted, connection_problem, is_passing, known_keys, parse, resolve
+from tridock.remote.ssh_target import Target, Wanted, connection_problem, is_transient, known_keys, parse, resolve
 
 TARGET = Target("10.0.0.1", 2200, "ops", ("/k",), True, None, (), (), None)
 
@@ -88,7 +88,7 @@ def test_why_a_connection_failed(error: BaseException, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "passing"),
+    ("error", "transient"),
     [
         (ConnectionRefusedError(), True),
         (ConnectionResetError(), True),
@@ -105,8 +105,8 @@ def test_why_a_connection_failed(error: BaseException, text: str) -> None:
         (paramiko.SSHException("something new"), False),
     ],
 )
-def test_what_is_tried_again(error: BaseException, passing: bool) -> None:
-    assert is_passing(error) is passing
+def test_what_is_tried_again(error: BaseException, transient: bool) -> None:
+    assert is_transient(error) is transient
 
 
 def test_a_failed_command() -> None:

@@ -67,8 +67,8 @@ class MegatronLM(Engine):
             return replace(states, startup=max(states.startup, FORMAT_BYTES[experiment.precision] * weights.total))
         short, count = FORMAT_BYTES[experiment.precision], weights.total
         again = 4 if short == 2 else 0  # gradients, and weights, again in fp32
-        lasting = (short * count, (short + again) * count, (again + 8) * count)
-        return States(*lasting, startup=sum(lasting) - 8 * count)
+        persistent = (short * count, (short + again) * count, (again + 8) * count)
+        return States(*persistent, startup=sum(persistent) - 8 * count)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         model, ddp = experiment.model, experiment.parallel.strategy == "ddp"

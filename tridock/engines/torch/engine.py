@@ -6,7 +6,7 @@ from tridock.engines.deepspeed import zero_host_work, zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.offload import offload_choices
 from tridock.engines.torch import legality
-from tridock.engines.torch.fsdp import is_sharded, scattered, scatters_each, shards_of, summed_up
+from tridock.engines.torch.fsdp import accumulation_peak, is_sharded, scatter_peak, scatters_each, shards_of
 from tridock.engines.torch.legality import FIELDS
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
@@ -123,8 +123,8 @@ class Torch(Engine):
         if not is_sharded(experiment):
             return super().accumulated_gradients(experiment, stage, shape, states, device, activations)
         weights, sizes = self.parameters(experiment, stage), self.sizes(experiment, device)
-        scattering = scattered(experiment, stage, shape, weights, sizes) - activations
-        return round(max(summed_up(experiment, stage, shape, weights, sizes), scattering))
+        scattering = scatter_peak(experiment, stage, shape, weights, sizes) - activations
+        return round(max(accumulation_peak(experiment, stage, shape, weights, sizes), scattering))
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         weights = self.parameters(experiment, stage).total

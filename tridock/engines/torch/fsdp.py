@@ -37,14 +37,14 @@ def shards_of(experiment: Experiment, replicas: int) -> int:
 
 
 def scatters_each(experiment: Experiment, replicas: int) -> bool:
-    """Returns whether each micro-batch's gradients are scattered, instead of their sum once a step."""
+    """Returns whether each micro-batch's gradients are scatter_peak, instead of their sum once a step."""
     parallel = experiment.parallel
     once = parallel.reduce_gradients_once or parallel.pipeline_model_parallel_size > 1
     return shards_of(experiment, replicas) > 1 and not once
 
 
-def summed_up(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:
-    """Returns the bytes in addition to those of a rank of ``stage`` when its very first backward pass begins."""
+def accumulation_peak(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:
+    """Returns the peak bytes of accumulated gradients, beyond the rank's memory when its first backward pass begins."""
     parallel, accumulation = experiment.parallel, shape.accumulation
     piped, virtual = parallel.pipeline_model_parallel_size > 1, parallel.virtual_pipeline_model_parallel_size
     if not piped and accumulation == 1:
@@ -52,66 +52,69 @@ def summed_up(experiment: Experiment, stage: int, shape: Shape, weights: Paramet
     if scatters_each(experiment, shape.data):
         return _SUM_BYTES * weights.total / shards_of(experiment, shape.data)  # from the second micro-batch on
     layer, short = layer_parameters(experiment), FORMAT_BYTES[experiment.precision] if piped else 0
-    runs, passes_in_flight = accumulation * virtual, in_flight(experiment, stage, accumulation)
-    own = layers_of_stage(experiment, stage) / virtual  # layers of a virtual stage
-    run = kept_bytes(experiment, stage, sizes) / virtual
-    whole, freed, gathered = _SUM_BYTES * weights.total, run * (own - 1) / own, short * (own - 1) * layer
+    passes, passes_in_flight = accumulation * virtual, in_flight(experiment, stage, accumulation)
+    layers = layers_of_stage(experiment, stage) / virtual  # layers of a virtual stage
+    pass_bytes = kept_bytes(experiment, stage, sizes) / virtual
+    all_gradients, gathered = _SUM_BYTES * weights.total, short * (layers - 1) * layer
+    freed = pass_bytes * (layers - 1) / layers
     # An interleaved pipeline begins with the backward passes of one virtual stage, on the last stage that with the
     # table.
     is_last = stage == parallel.pipeline_model_parallel_size - 1
-    ends = weights.total - weights.layers if is_last else 0
-    is_whole = virtual == 1 or runs - passes_in_flight > (virtual - 1) * parallel.pipeline_model_parallel_size
-    summed = whole if is_whole else _SUM_BYTES * (own * layer + ends)
-    others = short * (virtual - 1) * own * layer if is_whole else 0.0  # gathered since their backward passes
-    moments = [0.0, _SUM_BYTES * (own - 1) * layer + gathered - freed]
-    if runs > passes_in_flight:  # all gradients are allocated, and the pipeline is still full
-        moments += [summed + others, summed + others + gathered - freed]
+    outside_layers = weights.total - weights.layers if is_last else 0
+    all_allocated = virtual == 1 or passes - passes_in_flight > (virtual - 1) * parallel.pipeline_model_parallel_size
+    accumulated = all_gradients if all_allocated else _SUM_BYTES * (layers * layer + outside_layers)
+    other_stages = short * (virtual - 1) * layers * layer if all_allocated else 0.0  # still gathered
+    peaks = [0.0, _SUM_BYTES * (layers - 1) * layer + gathered - freed]
+    if passes > passes_in_flight:  # all gradients are allocated, and the pipeline is still full
+        peaks += [accumulated + other_stages, accumulated + other_stages + gathered - freed]
     if passes_in_flight > 1:  # the next virtual stage's, with the first one's gradients
-        moments.append(summed - run + gathered + (0.0 if virtual == 1 else short * layer))
+        peaks.append(accumulated - pass_bytes + gathered + (0.0 if virtual == 1 else short * layer))
     if piped and stage == 0:
         # The embeddings' gradients come last; DTensor allocates the table's for all rows, on each rank, in both
         # formats.
         table = parallel.tensor_model_parallel_size * weights.embedding
-        made = _SUM_BYTES * (table - weights.embedding)
-        made += short * (table + weights.positions) if short < _SUM_BYTES else 0
-        at_work = backward_bytes(experiment, sizes, 0)
-        moments.append(summed - run + short * own * layer + made - at_work)
-    return max(moments)
+        copies = _SUM_BYTES * (table - weights.embedding)
+        copies += short * (table + weights.positions) if short < _SUM_BYTES else 0
+        in_backward = backward_bytes(experiment, sizes, 0)
+        peaks.append(accumulated - pass_bytes + short * layers * layer + copies - in_backward)
+    return max(peaks)
 
 
-def scattered(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:
-    """Returns the peak bytes while gradients are scattered, without the gathered embeddings."""
+def scatter_peak(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:
+    """Returns the peak bytes while gradients are scatter_peak, without the gathered embeddings."""
     layer = layer_parameters(experiment)
-    short, ends = FORMAT_BYTES[experiment.precision], weights.total - weights.layers
+    short, outside_layers = FORMAT_BYTES[experiment.precision], weights.total - weights.layers
     if experiment.parallel.pipeline_model_parallel_size > 1:  # when all activations are freed
-        return _SUM_BYTES * weights.total + short * weights.layers + _SUM_BYTES * max(layer, ends)
+        return _SUM_BYTES * weights.total + short * weights.layers + _SUM_BYTES * max(layer, outside_layers)
     shards = shards_of(experiment, shape.data)
     layers, kept = layers_of_stage(experiment, stage), kept_bytes(experiment, stage, sizes)
-    small = 4 * sizes.between + 3 * sizes.heads
-    at_work = backward_bytes(experiment, sizes, recomputed_layers(experiment, layers)) - sizes.gathered
-    most = 0.0
+    hidden_states = 4 * sizes.between + 3 * sizes.heads
+    in_backward = backward_bytes(experiment, sizes, recomputed_layers(experiment, layers)) - sizes.gathered
+    peak = 0.0
     for done in {1, min(2, layers), layers}:  # layers done, including the current one
-        before = _SUM_BYTES * layer if done > 1 else 0
+        previous = _SUM_BYTES * layer if done > 1 else 0
         ahead = short * layer if shards > 1 and done < layers else 0
         # One micro-batch's gradients are in the short format. Those of several are unsharded, except the scattered
         # ones; the last micro-batch's for the table are accumulated at its end.
-        each = scatters_each(experiment, shape.data)
-        single = shape.accumulation == 1 or each
-        sums = short * ends if single else _SUM_BYTES * (weights.total - (done - 1) * layer) + short * weights.embedding
-        scattered_before = _SUM_BYTES * weights.total / shards if each and shape.accumulation > 1 else 0.0
-        held = kept * (layers - done) / layers + before + ahead + sums + _SUM_BYTES * layer * done / shards
-        held += max(0.0, scattered_before - _SUM_BYTES * layer * (done - 1) / shards)
-        complete = held - _SUM_BYTES * layer / shards + short * layer * (2 if single else 1) + small
+        scatters = scatters_each(experiment, shape.data)
+        single = shape.accumulation == 1 or scatters
+        unscattered = short * outside_layers
+        if not single:
+            unscattered = _SUM_BYTES * (weights.total - (done - 1) * layer) + short * weights.embedding
+        scattered_before = _SUM_BYTES * weights.total / shards if scatters and shape.accumulation > 1 else 0.0
+        kept_now = kept * (layers - done) / layers + previous + ahead + unscattered + _SUM_BYTES * layer * done / shards
+        kept_now += max(0.0, scattered_before - _SUM_BYTES * layer * (done - 1) / shards)
+        layer_ends = kept_now - _SUM_BYTES * layer / shards + short * layer * (2 if single else 1) + hidden_states
         # When a later layer begins, the one before is being scattered and the next one is gathered.
-        begun = (
-            held - _SUM_BYTES * layer / shards + kept / layers + short * layer + at_work
+        layer_begins = (
+            kept_now - _SUM_BYTES * layer / shards + kept / layers + short * layer + in_backward
             if done > 1 and shards > 1
             else 0.0
         )
-        sent = held + _SUM_BYTES * layer - (0 if single else _SUM_BYTES * layer)
-        sent += _SUM_BYTES * layer - before if sizes.device == "cpu" else 0  # Gloo sends a copy of them
-        most = max(most, begun, complete, sent)
+        in_scatter = kept_now + _SUM_BYTES * layer - (0 if single else _SUM_BYTES * layer)
+        in_scatter += _SUM_BYTES * layer - previous if sizes.device == "cpu" else 0  # Gloo sends a copy of them
+        peak = max(peak, layer_begins, layer_ends, in_scatter)
         if done == layers and (tensor := experiment.parallel.tensor_model_parallel_size) > 1:
             # The table's gradient comes last: of all rows, of this rank's, and the sum over both uses of the table.
-            most = max(most, held + short * weights.embedding * (tensor + 2))
-    return most
+            peak = max(peak, kept_now + short * weights.embedding * (tensor + 2))
+    return peak

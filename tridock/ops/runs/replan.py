@@ -20,7 +20,7 @@ from tridock.launchers import LAUNCHERS
 from tridock.launchers.run import RunBundle
 from tridock.ops.runs.prepare import Prepared
 from tridock.plan import Assessment, Assumptions, assess
-from tridock.plan.fewer import fewer_replicas, other_layout
+from tridock.plan.node_loss import fewer_replicas, other_layout
 
 Slots = dict[str, tuple[int, ...]]
 

@@ -13,7 +13,7 @@ from tridock.report.theme import GRID, INK, SOFT
 _FIT, _TIGHT, _FRONT = "#4878a8", "#d08030", "#c04830"
 
 
-def plot_front(found: Search, name: str, path: Path) -> None:
+def plot_pareto_front(found: Search, name: str, path: Path) -> None:
     """Draws every layout that was found to a PNG or SVG file, and a line through the Pareto front.
 
     Raises :class:`RequestError` for another suffix.
@@ -29,10 +29,11 @@ def draw(found: Search, name: str) -> Any:
         if points := [one for one in found.found if one.worst.fit == fit]:
             axes.scatter(*_places(points), s=12, color=colour, alpha=0.6, linewidths=0, label=fit)
     label = "no other is faster with less; numbers as listed"
-    axes.plot(*_places(found.front), color=_FRONT, marker="o", markersize=5, linewidth=1.4, drawstyle="steps-post",
+    front = found.pareto_front
+    axes.plot(*_places(front), color=_FRONT, marker="o", markersize=5, linewidth=1.4, drawstyle="steps-post",
               label=label)  # fmt: skip
     numbers = {id(one): number for number, one in enumerate(found.found, start=1)}
-    for place, one in enumerate(found.front):
+    for place, one in enumerate(front):
         # Above and below in turn: neighbors may be as good as one.
         where = {"xytext": (0, -13 if place % 2 else 6), "textcoords": "offset points", "ha": "center"}
         spot = one.seconds, one.worst.total_bytes / GIB

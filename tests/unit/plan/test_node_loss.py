@@ -12,7 +12,7 @@ from tests.experiments import with_fields
 from tridock.experiment import Experiment
 from tridock.gpus import GPUS
 from tridock.plan import Assessment, Assumptions
-from tridock.plan.fewer import fewer_replicas, first_slots, other_layout
+from tridock.plan.node_loss import fewer_replicas, first_slots, other_layout
 
 BASE: dict[str, Any] = {
     "name": "small",

@@ -24,6 +24,8 @@ from tests.distributed.megatron_core_runs import (
     SOME,
     SOME_LLAMA,
     SOME_MIXTURES,
+    SP,
+    TP,
     Runs,
     experiment,
     make_run,
@@ -140,6 +142,25 @@ def test_what_travels_during_the_computation_changes_no_loss(workspace: Path) ->
     for ours, theirs in zip(found["overlap"], found["wait"], strict=True):
         assert ours == pytest.approx(theirs, abs=2e-6)
     assert reductions["overlap"] > reductions["wait"] == 0
+
+
+def test_gradients_that_the_products_accumulate_change_no_loss(workspace: Path) -> None:
+    """As with apex's kernel, which adds a micro batch's gradient in the matrix product: with tied tables on one stage
+    and on two, whose first one also gets gradients from its tokens."""
+    found, added = {}, {}
+    layouts = {"tensor": {TP: 2, SP: True}, "pipeline": {PP: 2}}
+    for mode in ("fused", "apart"):
+        own = {**LENGTH, "train.train_iters": 4, "train.save": False}
+        folders = [make_run(workspace, f"{mode}-{name}", 2, **fields, **own) for name, fields in layouts.items()]
+        argv = ["-m", "tests.distributed.fused_gradients", mode, *map(str, folders)]
+        with Started(argv, folders[0], 2, {}, "megatron-core") as started:
+            finished = started.wait()
+        assert finished.codes == [0, 0], "\n".join(finished.err)
+        found[mode] = [losses(folder) for folder in folders]
+        added[mode] = int(finished.out[1].rsplit("added: ", 1)[1])
+    for ours, theirs in zip(found["fused"], found["apart"], strict=True):
+        assert ours == pytest.approx(theirs, abs=LAYOUT_TOLERANCE)
+    assert added["fused"] > added["apart"] == 0
 
 
 def test_recomputing_changes_nothing(workspace: Path) -> None:

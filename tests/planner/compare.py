@@ -70,7 +70,9 @@ def tables() -> list[dict[str, Any]]:
 
 def compared(table: Mapping[str, Any]) -> list[Compared]:
     """Every row of a table."""
-    return [_row(table, {**table["fields"], **dict(zip(table["columns"], row, strict=True))}) for row in table["rows"]]
+    rows = (dict(zip(table["columns"], values, strict=True)) for values in table["rows"])
+    models = table.get("fields_of", {})
+    return [_row(table, {**table["fields"], **models.get(row["model"], {}), **row}) for row in rows]
 
 
 def planned(table: Mapping[str, Any], row: Mapping[str, Any]) -> Assessment:

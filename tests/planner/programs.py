@@ -129,9 +129,40 @@ class Torchtitan(Torch):
         return (keys + wide + ffn) / (products + attention)
 
 
+class Megatron2021(MegatronCore):
+    """Megatron-LM before February 2022: a gradient is added to its fp32 sum after its product (NVIDIA/Megatron-LM,
+    commit 83b1e42f30)."""
+
+    def summed_bytes(self, experiment: Experiment) -> float:
+        return FORMAT_BYTES[experiment.precision] + 8.0
+
+
+class NemoFp8(MegatronCore):
+    """NeMo's performance recipes in fp8 (NVIDIA/NeMo, ``scripts/performance/helpers.py``, ``recipes/precision``).
+
+    - Gradients are summed and reduce-scattered in bf16 (``grad_reduce_in_fp32 = False``).
+    - Matrices of the layers are in fp8 only, in both layouts, and are gathered in fp8 (``fp8_param_gather``).
+    """
+
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+        found = super().states(experiment, weights, shape, device)
+        tables = weights.total - weights.layers
+        return replace(found, weights=2 * tables, gradients=2 * weights.total)
+
+    def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
+        weights = self.parameters(experiment, stage)
+        received = 2 * weights.total + weights.layers + 2 * (weights.total - weights.layers)
+        return replace(super().sent(experiment, shape, stage), gradient_bytes=all_gather(shape.data, received))
+
+    def summed_bytes(self, experiment: Experiment) -> float:
+        return super().summed_bytes(experiment) / 2
+
+
 PROGRAMS: Final[Mapping[str, Engine]] = {
     "scaling": Scaling(),
     "megatron-deepspeed, bf16": MegatronDeepSpeedBf16(),
+    "megatron-lm, 2021": Megatron2021(),
+    "nemo, fp8": NemoFp8(),
     "torchtitan": Torchtitan(selective=False),
     "torchtitan, selective": Torchtitan(selective=True),
 }

@@ -5,8 +5,10 @@ transformer-engine's own Python code runs: it chooses attention, cuts weights, a
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +124,26 @@ def test_matrices_of_fp8_are_quantized_once_a_step(on_gpu: Callable[..., Any]) -
             assert len(batches) == 2
             assert {shape: quantized[shape] for shape in matrices} == matrices
             assert sum(quantized.values()) > 3 * len(batches) * sum(matrices.values()) / 2
+
+
+@pytest.mark.parametrize("name", ["alone", "tensor and sequence", "fp8"])
+def test_products_accumulate_their_gradients_where_apex_is_installed(on_gpu: Callable[..., Any], name: str) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    kernel = types.SimpleNamespace(wgrad_gemm_accum_fp32=lambda inputs, gradients, total: total.add_(0))
+    installed = mock.patch.multiple(
+        layers, create=True, _grad_accum_fusion_available=True, fused_weight_gradient_mlp_cuda=kernel
+    )
+    with installed, on_gpu(name) as (strategy, _, batches), Transfers(on_host=1):
+        strategy.step(batches, 0.1)
+        (chunk,) = strategy.chunks
+        added = {name: it.grad_added_to_main_grad for name, it in chunk.named_parameters()}
+        matrices = {name for name in added if re.search(r"(qkv|proj|fc1|fc2)\.weight$", name)}
+        assert len(matrices) == 4 * strategy.experiment.model.num_layers
+        assert {name for name, one in added.items() if one} == {
+            *matrices,
+            "module.module.embedding.word_embeddings.weight",
+        }
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "fp8", "mixture"])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.planner.programs import planned_as
 from tridock.experiment import Experiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.gpus import GPUS
@@ -45,7 +46,8 @@ def planned(heads: int, hidden: int, layers: int, tensor: int, stages: int, gpus
         }
     )
     slots = {f"node-{number}": range(8) for number in range(gpus // 8)}
-    return assess(experiment, slots, "paper", Assumptions(GPUS["a100-80gb"], network_gbit=1600.0))
+    with planned_as("megatron-lm, 2021"):
+        return assess(experiment, slots, "paper", Assumptions(GPUS["a100-80gb"], network_gbit=1600.0))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]}B" for row in ROWS])

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -152,7 +153,8 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,  # its kernels are not part of the package
-        gradient_accumulation_fusion=False,  # apex's
+        # apex's kernel, which the output layer needs also with transformer-engine's layers
+        gradient_accumulation_fusion=tensor_parallel_layers._grad_accum_fusion_available,
         bias_activation_fusion=fused and (model.swiglu or model.add_bias_linear),
         apply_rope_fusion=False,  # transformer-engine's
         bias_dropout_fusion=fused,

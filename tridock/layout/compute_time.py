@@ -38,8 +38,8 @@ class StageTime:
     recomputed: float = 0.0
     launches: float = 0.0
     """Starts and ends of kernels, and the time that the device waits for the host to launch them."""
-    hides_tensor: float = 0.0
-    """Weight-gradient products beside which tensor parallel ranks may communicate; included in the fields above."""
+    column_gradients: float = 0.0
+    """Weight-gradient products of the column-parallel matrices; included in ``products``."""
 
     @property
     def total(self) -> float:
@@ -90,7 +90,7 @@ def stage_time(
         elementwise=layers * (forward.elementwise + backward.elementwise),
         recomputed=again,
         launches=waits,
-        hides_tensor=layers * column,
+        column_gradients=layers * column,
     )
     if not device.flat:
         sums = pass_seconds(device, summed_bytes * weights.total)

@@ -17,6 +17,9 @@ from tridock.experiment.weights import layer_weights, norm_vectors, position_row
 from tridock.layout.shape import Shape, hidden_bytes, layers_of_stage, recomputed_layers, tokens_of
 
 Link = Literal["node", "network"]
+TensorBehind = Literal["nothing", "weight gradients", "products"]
+"""What tensor parallel ranks compute while they exchange activations and their gradients: the weight gradients, beside
+which the activations' are summed; or every product, in pieces (transformer-engine's tp_comm_overlap)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,7 @@ class Sent:
     """Share of an iteration's computation that overlaps with it."""
     messages: int = 1
     """Number of collectives that carry gradient_bytes."""
-    hides_tensor: bool = False
-    """Whether tensor parallel ranks exchange gradients of activations while they compute those of the weights."""
+    tensor_behind: TensorBehind = "nothing"
     expert_gradient_bytes: float = 0.0
     """The counterpart of gradient_bytes for experts, in the group of ranks with the same experts."""
     hides_pipeline: bool = False
@@ -115,7 +117,14 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Ite
     halves = 1 if model.num_moe_experts and model.moe_shared_expert_intermediate_size is None else 2
     reduces = 2 * halves * layers + halves * recomputed_layers(experiment, layers) + (stage == 0) + final
     volume = reduces * all_reduce(size, hidden)
-    hidden_volume = halves * layers * all_reduce(size, hidden) if sent.hides_tensor else 0.0
+    hidden_volume = 0.0
+    if sent.tensor_behind == "weight gradients":
+        hidden_volume = halves * layers * all_reduce(size, hidden)
+    elif sent.tensor_behind == "products":
+        # Ranks pass on a piece while they multiply another: nothing is left to multiply beside the last piece of a
+        # reduce-scatter.
+        scattered = (2 * halves * layers + halves * recomputed_layers(experiment, layers)) * all_gather(size, hidden)
+        hidden_volume = (2 - 1 / size) * scattered + halves * layers * all_gather(size, hidden)
     messages = reduces * (2 if parallel.sequence_parallel else 1) * shape.accumulation
     if parallel.sequence_parallel:
         # An all-gather and a reduce-scatter replace each, except the embedding's, after which every rank keeps its

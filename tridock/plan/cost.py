@@ -149,8 +149,10 @@ def _estimate(
     everywhere = sum(times[_kind(experiment, stage)].total for stage in range(stages))
     steps = shape.accumulation
     seconds = {one.group: rates.seconds(one) for one in exchanged}
+    products = engine_of(experiment).sent(experiment, shape, 0).tensor_behind == "products"
+    beside_tensor = slowest.products if products else slowest.column_gradients
     for one in exchanged:
-        behind = steps * (slowest.hides_tensor if one.group == "tensor" else slowest.total)
+        behind = steps * (beside_tensor if one.group == "tensor" else slowest.total)
         hidden = min(behind, rates.carried(one, one.waits * one.hideable))
         seconds[one.group] -= hidden if rates.overlaps else 0.0
     # Communication inside layers is part of every micro batch's work, also while the pipeline fills.

@@ -115,7 +115,7 @@ class MegatronCore(Engine):
             expert_gradient_bytes=exchanged(max(1, expert_replicas(experiment, shape.data)), weights.experts),
             overlapped=1.0,
             computing=1 / shape.accumulation if distributed else backward_pass(shape.accumulation),
-            hides_tensor=True,
+            tensor_behind="weight gradients",
             hides_pipeline=experiment.parallel.virtual_pipeline_model_parallel_size > 1,
         )
 

@@ -141,10 +141,11 @@ class _Line:
         if self.unit:
             amount = f"{self.done:,}" + (f" of {self.size:,}" if self.size else "") + f" {self.unit}"
         else:
-            amount = _size(self.done) + (f" of {_size(self.size)}" if self.size else "")
+            amount = size_text(self.done) + (f" of {size_text(self.size)}" if self.size else "")
         note = f", {self.note}" if self.note else ""
         print(f"{self.what}: {amount} after {now - self.began:.0f} s{note}", file=sys.stderr, flush=True)
 
 
-def _size(size: int) -> str:
+def size_text(size: int) -> str:
+    """Returns bytes as text: ``1.5 GB``, ``20.0 MB``."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

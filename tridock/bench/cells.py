@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final
 from pydantic import Field, StringConstraints
 
 from tridock.contracts.limits import MOST_RANKS
-from tridock.engines import as_yaml
 from tridock.errors import RequestError, RunError
 from tridock.strict_yaml import AS_TUPLE, Count, PathText, Positive, Section, read_text, validated
 from tridock.yaml_text import parse_yaml
@@ -54,11 +53,6 @@ def load_bench(path: Path, world: Sequence[int] | None = None) -> Bench:
     if world is not None:
         fields["world"] = list(world)
     return validated(Bench, fields, str(path))
-
-
-def overrides_of(fields: Mapping[str, Any]) -> list[str]:
-    """Returns the fields as ``--set`` overrides."""
-    return [f"{name}={as_yaml(value)}" for name, value in fields.items()]
 
 
 _FEW: Final = 5

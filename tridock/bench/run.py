@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tridock.bench.cells import Bench, Cell, Measured, cells_of, overrides_of
+from tridock.bench.cells import Bench, Cell, Measured, cells_of
 from tridock.contracts import environment, run_folder
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import read_metrics, read_plan
 from tridock.engines import engine_of
+from tridock.engines.fields import as_overrides
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import Gpu
@@ -59,7 +60,7 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None, gpus: int |
         "optimizer.lr_warmup_iters": 0,
         "optimizer.lr_decay_iters": None,
     }
-    overrides = overrides_of({**length, **cell.fields})
+    overrides = as_overrides({**length, **cell.fields})
     try:
         experiment = load_experiment(config, overrides)
         if gpus is not None and cell.world > gpus and experiment.env.get("DS_ACCELERATOR") != "cpu":
@@ -144,7 +145,7 @@ def _run_profiled(measured: Measured, bench: Bench, config: Path, overrides: Seq
     if measured.cell.world == 1:
         return replace(measured, communication=0.0)
     length = {"train.train_iters": bench.warmup + bench.profiled, "train.profile_iters": bench.profiled}
-    run = _run_once(measured.cell.world, bench.timeout, config, [*overrides, *overrides_of(length)])
+    run = _run_once(measured.cell.world, bench.timeout, config, [*overrides, *as_overrides(length)])
     if isinstance(run, str):
         return replace(measured, no_communication=run)
     events = events_of(run, Event.COMMUNICATION_MEASURED)
@@ -157,8 +158,8 @@ def _run_bare(measured: Measured, bench: Bench, config: Path, overrides: Sequenc
     """Alternates a run with a bare loop without Tridock, apart from the other runs: it holds two models."""
     turns = f"{bench.warmup},{min(_TURN, bench.iterations)}"
     # Turns have their own timers: the line of every step, which serves the other runs' figures, is not needed.
-    own = load_experiment(config, overrides_of(measured.cell.fields)).train.log_interval
-    overrides = [*overrides, *overrides_of({"train.log_interval": own})]
+    own = load_experiment(config, as_overrides(measured.cell.fields)).train.log_interval
+    overrides = [*overrides, *as_overrides({"train.log_interval": own})]
     run = _run_once(measured.cell.world, bench.timeout, config, overrides, turns)
     if isinstance(run, str):
         return replace(measured, no_bare=run)

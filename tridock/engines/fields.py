@@ -67,3 +67,8 @@ def as_yaml(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "[]"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_overrides(fields: Mapping[str, object]) -> list[str]:
+    """Returns fields, by path, as the ``--set`` overrides that set them."""
+    return [f"{path}={as_yaml(value)}" for path, value in fields.items()]

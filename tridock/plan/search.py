@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from tridock.engines import engine_of
 from tridock.engines.engine import Choice
-from tridock.engines.fields import as_yaml
+from tridock.engines.fields import as_overrides, as_yaml
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.layout.shape import Shape, recomputed_layers
@@ -250,5 +250,4 @@ def count_reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
 
 def overrides_of(candidate: Candidate, base: Experiment) -> list[str]:
     """Returns the ``--set`` overrides that turn the base experiment into the candidate."""
-    choice = candidate.choice.items()
-    return [f"{path}={as_yaml(value)}" for path, value in choice if value_of(base, path) != value]
+    return as_overrides({path: value for path, value in candidate.choice.items() if value_of(base, path) != value})

@@ -11,7 +11,7 @@ from math import log2
 from typing import Any, Final
 
 from tridock.engines.engine import Choice
-from tridock.engines.fields import as_yaml
+from tridock.engines.fields import as_overrides
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.layout.plan import layout_label
@@ -154,16 +154,12 @@ def neighbors(experiment: Experiment, slots: Slots, assumptions: Assumptions) ->
     world_size = sum(len(numbers) for numbers in slots.values())
     base = with_global_batch(experiment, world_size)
     others = [
-        judge_layout(with_choice(base, choice), slots, assumptions, _changes(choice))
+        judge_layout(with_choice(base, choice), slots, assumptions, as_overrides(choice))
         for choice in _steps(base, world_size)
     ]
     order = ("fits", "tight", "no-fit", "illegal")
     others.sort(key=lambda one: (order.index(one.verdict), one.seconds or 0.0))
     return Why(judge_layout(base, slots, assumptions), tuple(others))
-
-
-def _changes(choice: Choice) -> list[str]:
-    return [f"{path}={as_yaml(value)}" for path, value in choice.items()]
 
 
 def _steps(base: Experiment, world_size: int) -> Iterator[Choice]:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tridock.bench.cells import Bench, Cell, Measured, cells_of, exit_code_of, load_bench, overrides_of, scaling
+from tridock.bench.cells import Bench, Cell, Measured, cells_of, exit_code_of, load_bench, scaling
 from tridock.bench.output import document, markdown, plots_of, record, row
 from tridock.bench.run import run_bench
 from tridock.cli import main
+from tridock.engines.fields import as_overrides
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
 from tridock.report.drawing import Bar
@@ -46,7 +47,7 @@ def test_every_product_is_a_cell() -> None:
 
 def test_overrides() -> None:
     fields = {"a.b": None, "c": True, "d": 1.5, "e": "x"}
-    assert overrides_of(fields) == ["a.b=null", "c=true", "d=1.5", "e=x"]
+    assert as_overrides(fields) == ["a.b=null", "c=true", "d=1.5", "e=x"]
 
 
 def test_figures() -> None:
@@ -184,4 +185,4 @@ def test_shipped_benchmarks_are_sound(name: str) -> None:
     path = ROOT / "configs" / "bench" / f"{name}.yaml"
     bench = load_bench(path)
     for cell in cells_of(bench):
-        load_experiment(path.parent / bench.experiment, overrides_of(cell.fields))
+        load_experiment(path.parent / bench.experiment, as_overrides(cell.fields))

@@ -28,7 +28,7 @@ from tridock.ops.sync.files import Chosen, DataFile, choose, fingerprint, of_exp
 from tridock.ops.sync.shared import OPERATOR, HostPool, Sharing, find_shared
 from tridock.ops.sync.transfer import RemoteFiles, arrived, asked, drop_maps_command, read_command, remote_files, send
 from tridock.plan import Plan
-from tridock.progress import Bars, bars
+from tridock.progress import Bars, bars, size_text
 from tridock.remote import Host
 
 
@@ -123,15 +123,11 @@ def _refuse(node: str, workspace: str, files: Sequence[DataFile], there: RemoteF
         need = sum(file.size - arrived(file, there) for file in files if file.place == place)
         free = sharing.free.get((node, place), need)
         if need > free:
-            got = f"{_size(need)} to send, {_size(free)} free in {workspace}/{place}"
+            got = f"{size_text(need)} to send, {size_text(free)} free in {workspace}/{place}"
             todo = "free some space there, or choose another folder (workdir in the settings)"
             problems.append(Problem(node, "has too little disk space for the data", got, todo))
     if problems:
         raise ClusterError(problems)
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def run(

@@ -43,8 +43,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--restarts", type=int, metavar="N", help="restart a failed run up to N times (default: 0)")
     text = "command line for restarts, as one argument (default: the original command line)"
     parser.add_argument("--resume-command", metavar="COMMAND", help=text)
-    text = "where a program is started that is no launcher: once per slot (default), or per node, where it starts the"
-    parser.add_argument("--per", choices=("slot", "node"), help=text + " ranks itself, e.g. a script with torchrun")
+    text = "how often to start a program that is not a launcher: once per slot (default), or once per node if it starts"
+    parser.add_argument("--per", choices=("slot", "node"), help=text + " the ranks itself, e.g. a script with torchrun")
     text = "how the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular expression"
     parser.add_argument(
         "--metrics", metavar="PATTERN", help=text + " with groups, e.g. 'iter (?P<iteration>\\d+): loss (?P<loss>\\S+)'"

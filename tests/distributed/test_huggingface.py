@@ -46,14 +46,20 @@ MIXTRAL = {
     "model.num_moe_experts": 4,
     "model.untie_embeddings_and_output_weights": True,
 }
-KINDS = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3, "mixtral": MIXTRAL}
-OF_MIXTRAL = {"core-one", "core-dp2", "core-tp2", "core-pp2-vpp2", "core-ep2", *list(LAYOUTS)[-4:]}
+QWEN2_MOE = {
+    **MIXTRAL,
+    **{"model.add_qkv_bias": True, "model.moe_router_pre_softmax": True, "model.moe_ffn_hidden_size": 16},
+    **{"model.moe_shared_expert_intermediate_size": 24, "model.moe_shared_expert_gate": True},
+}
+MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE}
+KINDS = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3, **MIXTURES}
+OF_MIXTURES = {"core-one", "core-dp2", "core-tp2", "core-pp2-vpp2", "core-ep2", *list(LAYOUTS)[-4:]}
 CASES = {
     f"{kind}-{layout}": (kind, layout)
     for kind, (layout, (_, fields)) in product(KINDS, LAYOUTS.items())
-    if (layout in OF_MIXTRAL if kind == "mixtral" else EP not in fields)
+    if (layout in OF_MIXTURES if kind in MIXTURES else EP not in fields)
 }
-SOME_CASES = ("gpt2-zero3", "llama-core-pp2-vpp2", "qwen3-tp2", "qwen3-core-tp2", "mixtral-core-tp2-ep2")
+SOME_CASES = ("gpt2-zero3", "llama-core-pp2-vpp2", "qwen3-tp2", "qwen3-core-tp2", "qwen2-moe-core-tp2-ep2")
 STILL = {
     "model.num_layers": 4, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "train.train_iters": 1, "train.save": True,
     "optimizer.lr_warmup_iters": 0, "model.make_vocab_size_divisible_by": 96,
@@ -77,7 +83,7 @@ def exported(run: Path) -> Path:
 def origins(workspace: Path) -> dict[str, Path]:
     """Of each kind the folder that the other runs begin with: a run's own, with other weights than it began with."""
     moved = {**STILL, "optimizer.lr": 0.05, "train.train_iters": 2}
-    engines = {kind: CORE if kind == "mixtral" else {} for kind in KINDS}
+    engines = {kind: CORE if kind in MIXTURES else {} for kind in KINDS}
     runs = {
         kind: make_run(workspace, f"origin-{kind}", 1, **{**moved, **own, **engines[kind]})
         for kind, own in KINDS.items()

@@ -111,7 +111,7 @@ def mixture_cases() -> Iterator[Case]:
         parallel = {**dict(zip(names, layout, strict=True)), "sequence_parallel": layout[0] > 1}
         shared = None if ffn is None else 12
         model = {**sizes, **kind, "num_moe_experts": 8, "moe_ffn_hidden_size": ffn}
-        model["moe_shared_expert_intermediate_size"] = shared
+        model |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": shared is not None}
         one = case("megatron-core", model, parallel, data=2)
         if not layout_problems(one.experiment, one.world_size):
             yield one

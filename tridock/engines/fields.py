@@ -48,8 +48,10 @@ COMMON: Final[Fields] = dict.fromkeys(
 MIXTURE: Final[tuple[str, ...]] = (
     "model.num_moe_experts",
     "model.moe_router_topk",
+    "model.moe_router_pre_softmax",
     "model.moe_ffn_hidden_size",
     "model.moe_shared_expert_intermediate_size",
+    "model.moe_shared_expert_gate",
     "model.moe_router_load_balancing_type",
     "model.moe_aux_loss_coeff",
     "parallel.expert_model_parallel_size",

@@ -57,7 +57,12 @@ class Model(Section):
         default=None, description="Engine megatron-core: mixture of experts; number of experts (MLPs) in each layer."
     )
     moe_router_topk: Annotated[int, Field(gt=1, le=2**14)] = Field(
-        default=2, description="num_moe_experts: experts per token; the softmax is over these only."
+        default=2, description="num_moe_experts: experts per token."
+    )
+    moe_router_pre_softmax: bool = Field(
+        default=False,
+        description="num_moe_experts: weights of a token's experts are the softmax over all experts (Qwen 2's MoE), not"
+        " over the selected ones.",
     )
     moe_ffn_hidden_size: Many | None = Field(
         default=None, description="num_moe_experts: width of each expert. Default: ffn_hidden_size."
@@ -66,6 +71,11 @@ class Model(Section):
         default=None,
         description="num_moe_experts: width of an MLP that processes every token beside its experts (all shared experts"
         " together). Default: none.",
+    )
+    moe_shared_expert_gate: bool = Field(
+        default=False,
+        description="moe_shared_expert_intermediate_size: multiplies that MLP's output by the sigmoid of a score of the"
+        " token (Qwen 2's MoE).",
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = Field(
         default="aux_loss",

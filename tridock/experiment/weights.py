@@ -49,6 +49,8 @@ def _layer_weights(model: Model) -> Iterator[Weight]:
             yield Weight(model.num_moe_experts, False, False)
         if shared := model.moe_shared_expert_intermediate_size:
             yield from (Weight(width * shared, True, True) for _ in range(3 if model.swiglu else 2))
+            if model.moe_shared_expert_gate:
+                yield Weight(width, False, True)
     else:
         yield from mlp_weights(model)
     of_a_norm = [width, width, *([model.head_size] * 2 if model.qk_layernorm else [])]

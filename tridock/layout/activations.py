@@ -161,7 +161,8 @@ def sizes_of(
         mlp=kept * tokens * model.ffn_size * short / tensor
         if dense
         else _mixture_bytes(model, tokens / spread, routed, (kept + weighted) * width, short)
-        + kept * tokens * (model.moe_shared_expert_intermediate_size or 0) * short / tensor,
+        + kept * tokens * (model.moe_shared_expert_intermediate_size or 0) * short / tensor
+        + (elements * short / spread if model.moe_shared_expert_gate else 0.0),
         inputs=(3 if model.swiglu and autocast else 2) * elements * short / spread,
         dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
         casts=layer_matrices(model) * short if autocast else 0.0,

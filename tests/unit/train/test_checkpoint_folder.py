@@ -71,6 +71,29 @@ def test_heads_have_the_size_of_the_checkpoints(tmp_path: Path) -> None:
     assert str(caught.value).startswith("model.kv_channels: ")
 
 
+def test_a_mixture_has_the_experts_of_the_checkpoint(tmp_path: Path) -> None:
+    core = {"engine": "megatron-core", "parallel.strategy": "ddp", "model.add_bias_linear": False}
+    four = {**core, "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 24}
+    gated = {"model.moe_shared_expert_intermediate_size": 8, "model.moe_shared_expert_gate": True}
+    check_fit(tmp_path, progress(**four), progress(**four))
+    check_fit(tmp_path, progress(**core), progress(**core))
+    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start from scratch"
+    for saved, wanted, named in (
+        (four, {**four, "model.num_moe_experts": 8}, {"num_moe_experts": "4; got 8"}),
+        (four, core, {"num_moe_experts": "4; got None"}),
+        (core, {**core, "model.num_moe_experts": 4}, {"num_moe_experts": "None; got 4"}),
+        (four, {**four, "model.moe_ffn_hidden_size": 16}, {"moe_ffn_hidden_size": "24; got 16"}),
+        (four, {**four, "model.moe_router_topk": 3}, {"moe_router_topk": "2; got 3"}),
+        ({**four, **gated}, four, {"moe_shared_expert_intermediate_size": "8; got None",
+                                   "moe_shared_expert_gate": "True; got False"}),
+    ):  # fmt: skip
+        with pytest.raises(RequestError) as caught:
+            check_fit(tmp_path, progress(**saved), progress(**wanted))
+        found = str(caught.value).splitlines()
+        for name, values in named.items():
+            assert f"model.{name}: {where} {values}; {todo}" in found
+
+
 def test_ddp_may_change_what_does_not_matter_to_it(tmp_path: Path) -> None:
     ddp = {"parallel.strategy": "ddp"}
     saved = replace(progress(**ddp, precision="fp32"), data_parallel_size=8)

@@ -43,6 +43,25 @@ KINDS = {
     "qwen2": {**LLAMA, "add_qkv_bias": True},
     "qwen3": {**LLAMA, **UNTIED, "qk_layernorm": True, "kv_channels": 12},
     "mixtral": {**LLAMA, **UNTIED, "num_moe_experts": 4},
+    "qwen2-moe": {
+        **LLAMA,
+        **UNTIED,
+        "add_qkv_bias": True,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_shared_expert_gate": True,
+    },
+    "qwen3-moe": {
+        **LLAMA,
+        **UNTIED,
+        "qk_layernorm": True,
+        "kv_channels": 12,
+        "num_moe_experts": 4,
+        "moe_router_topk": 3,
+        "moe_ffn_hidden_size": 24,
+    },
 }
 
 
@@ -134,6 +153,9 @@ def test_every_difference_from_the_experiment_is_named(tmp_path: Path) -> None:
         f"model.rotary_base: the model in {folder} has 500000; got 10000; set it to 500000",
         f"model.vocab_size: the model in {folder} has 50; got 60; set it to 50",
     ]
+    experts = {"untie_embeddings_and_output_weights": True, "num_moe_experts": 4}
+    with pytest.raises(RequestError, match=r"model.num_moe_experts: the model in .* has None; got 4; set it to null"):
+        Pretrained.of(folder, experiment(**LLAMA, **experts), TOKENS)
     Pretrained.of(folder, experiment(**{**LLAMA, "seq_length": 8}), TOKENS)  # shorter samples need no table
 
 
@@ -143,7 +165,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     assert str(error.value) == (
         "m/config.json: is of an architecture that is not supported; got MambaForCausalLM;"
         " use one of GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
-        " MixtralForCausalLM"
+        " MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM"
     )
     with pytest.raises(RequestError, match=r"^model.rotary_percent: has no counterpart in transformers; got 0.5; "):
         family_of(Model.model_validate({**LLAMA, "rotary_percent": 0.5}))

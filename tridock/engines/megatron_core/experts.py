@@ -76,6 +76,9 @@ def _size_problems(experiment: Experiment, count: int) -> Iterator[Problem]:
         near = nearest_multiples(ranks, shared)
         what = f"must be a multiple of tensor_model_parallel_size {ranks}"
         yield Problem("model.moe_shared_expert_intermediate_size", what, str(shared), f"use {either(near)}", near)
+    if shared is None and model.moe_shared_expert_gate:
+        what = "needs model.moe_shared_expert_intermediate_size"
+        yield Problem("model.moe_shared_expert_gate", what, "true", "set it, or leave this out", ("false",))
     if model.expert_size % tensor:
         near = nearest_divisors(math.gcd(model.expert_size, parallel.tensor_model_parallel_size) or 1, tensor)
         what, todo = f"must divide the experts' width {model.expert_size}", f"use {either(near)}"

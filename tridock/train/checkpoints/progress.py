@@ -10,6 +10,7 @@ from typing import Final
 from tridock.contracts.events import Cause
 from tridock.engines import ENGINES, engine_of
 from tridock.errors import Problem, RequestError
+from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
 from tridock.experiment.weights import position_rows
 from tridock.train.rank.process_group import Ranks
@@ -21,6 +22,11 @@ _MODEL: Final = (
     *("add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
 )
 """Fields that determine the meaning of the weights."""
+_EXPERTS: Final = (
+    *("num_moe_experts", "moe_router_topk", "moe_router_pre_softmax"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+)
+"""And of those of a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class Progress:
                 **{name: getattr(model, name) for name in _MODEL},
                 "kv_channels": None if model.attention_size == model.hidden_size else model.kv_channels,
                 "num_query_groups": None if model.query_groups == model.num_attention_heads else model.query_groups,
+                **_of_experts(model),
                 "ffn_hidden_size": None if model.ffn_size == model.usual_ffn_size else model.ffn_size,
                 "max_position_embeddings": position_rows(model) or None,
                 "padded_vocab_size": padded_vocab_size,
@@ -65,6 +72,13 @@ class Progress:
 
     def to_bytes(self) -> bytes:
         return (json.dumps(asdict(self), indent=2) + "\n").encode()
+
+
+def _of_experts(model: Model) -> dict[str, int | float | bool | str | None]:
+    """Returns what a mixture of experts must have in common with a checkpoint; another model has only no experts."""
+    if model.num_moe_experts is None:
+        return {"num_moe_experts": None}
+    return {name: getattr(model, name) for name in _EXPERTS} | {"moe_ffn_hidden_size": model.expert_size}
 
 
 def read_progress(folder: Path) -> Progress:
@@ -79,7 +93,7 @@ def read_progress(folder: Path) -> Progress:
 
 def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
     """Raises :class:`RequestError` with every difference if a checkpoint has another model or layout."""
-    pairs = [(f"model.{name}", saved.model.get(name), value) for name, value in wanted.model.items()]
+    pairs = [(f"model.{name}", saved.model[name], value) for name, value in wanted.model.items() if name in saved.model]
     pairs.append(("engine", saved.engine, wanted.engine))
     pairs.append(("parallel.strategy", saved.strategy, wanted.strategy))
     for path in ENGINES[wanted.engine].checkpoint_fields:

@@ -32,6 +32,18 @@ _MIXTRAL_NAMES: Final = {
     "experts.dense_h_to_4h": "w3",
     "experts.dense_4h_to_h": "w2",
 }
+_QWEN_MOE_NAMES: Final = {
+    **_MIXTRAL_NAMES,
+    "router": "mlp.gate",
+    "experts": "mlp.experts",
+    "experts.gate": "gate_proj",
+    "experts.dense_h_to_4h": "up_proj",
+    "experts.dense_4h_to_h": "down_proj",
+    "shared_expert.gate": "mlp.shared_expert.gate_proj",
+    "shared_expert.dense_h_to_4h": "mlp.shared_expert.up_proj",
+    "shared_expert.dense_4h_to_h": "mlp.shared_expert.down_proj",
+    "shared_expert_gate": "mlp.shared_expert_gate",
+}
 _GPT2_NAMES: Final = {
     "token_embedding": "transformer.wte",
     "position_embedding": "transformer.wpe",
@@ -59,6 +71,7 @@ class Family:
     """The family's one module for query, key and value, or one module for each."""
     transposes: bool = False
     """Whether the weights of linear layers are [inputs, outputs]."""
+    has_experts: bool = False
 
 
 _LLAMA: Final = {
@@ -86,13 +99,33 @@ GPT2: Final = Family(
     ("attn.c_attn",),
     transposes=True,
 )
-MIXTRAL: Final = Family("MixtralForCausalLM", "mixtral", _LLAMA, _MIXTRAL_NAMES, _THREE)
+MIXTRAL: Final = Family(
+    "MixtralForCausalLM",
+    "mixtral",
+    {**_LLAMA, "moe_router_pre_softmax": False},
+    _MIXTRAL_NAMES,
+    _THREE,
+    has_experts=True,
+)
+QWEN2_MOE: Final = Family(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    {**_LLAMA, "add_qkv_bias": True, "moe_shared_expert_gate": True},
+    _QWEN_MOE_NAMES,
+    _THREE,
+    has_experts=True,
+)
+QWEN3_MOE: Final = Family(
+    "Qwen3MoeForCausalLM", "qwen3_moe", {**_LLAMA, "qk_layernorm": True}, _QWEN_MOE_NAMES, _THREE, has_experts=True
+)
 FAMILIES: Final = (
     GPT2,
     Family("LlamaForCausalLM", "llama", _LLAMA, _LLAMA_NAMES, _THREE),
     Family("Qwen2ForCausalLM", "qwen2", {**_LLAMA, "add_qkv_bias": True}, _LLAMA_NAMES, _THREE),
     Family("Qwen3ForCausalLM", "qwen3", {**_LLAMA, "qk_layernorm": True}, _LLAMA_NAMES, _THREE),
     MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
 )
 SUPPORTED: Final = ", ".join(family.architecture for family in FAMILIES)
 
@@ -111,11 +144,11 @@ def _odd_fields(model: Model, family: Family) -> list[tuple[str, str]]:
     odd = {name: getattr(model, name) for name, value in family.required.items() if getattr(model, name) != value}
     if family is GPT2 and model.query_groups != model.num_attention_heads:
         odd["num_query_groups"] = model.num_query_groups
-    if (family is MIXTRAL) != (model.num_moe_experts is not None):
+    if family.has_experts != (model.num_moe_experts is not None):
         odd["num_moe_experts"] = model.num_moe_experts
-    if model.moe_shared_expert_intermediate_size is not None:  # Qwen 2's has a gate, which the engines lack
+    if (family is QWEN2_MOE) != (model.moe_shared_expert_intermediate_size is not None):
         odd["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
-    if family.model_type in ("gpt2", "qwen2") and model.attention_size != model.hidden_size:
+    if family.model_type in ("gpt2", "qwen2", "qwen2_moe") and model.attention_size != model.hidden_size:
         odd["kv_channels"] = model.kv_channels
     return [(name, str(value)) for name, value in odd.items()]
 
@@ -155,27 +188,57 @@ def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None, ge
         "high_freq_factor": HIGH_FREQUENCY,
         "original_max_position_embeddings": ORIGINAL_CONTEXT,
     }
-    experts = {
-        "num_local_experts": model.num_moe_experts,
-        "num_experts_per_tok": model.moe_router_topk,
-        "router_aux_loss_coef": model.moe_aux_loss_coeff,
-        "sliding_window": None,
-    }
     return {
         **common,
-        **(experts if family is MIXTRAL else {}),
+        **(_experts_of(model, family) if family.has_experts else {}),
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.query_groups,
         "head_dim": model.head_size,
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.expert_size,
+        "intermediate_size": model.expert_size if family is MIXTRAL else model.ffn_size,
         "hidden_act": "silu",
         "max_position_embeddings": model.positions,
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": float(model.rotary_base),
         "rope_scaling": scaling if model.use_rope_scaling else None,
         "attention_dropout": model.attention_dropout,
+    }
+
+
+def _experts_of(model: Model, family: Family) -> dict[str, Any]:
+    """Returns what ``config.json`` says of a mixture of experts."""
+    common = {"num_experts_per_tok": model.moe_router_topk, "router_aux_loss_coef": model.moe_aux_loss_coeff}
+    if family is MIXTRAL:
+        return {**common, "num_local_experts": model.num_moe_experts, "sliding_window": None}
+    shared = {"shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size}
+    return {
+        **common,
+        **(shared if family is QWEN2_MOE else {}),
+        "num_experts": model.num_moe_experts,
+        "moe_intermediate_size": model.expert_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _expert_fields(config: Config, family: Family) -> dict[str, Any]:
+    """Returns the fields of a mixture of experts that correspond to a ``config.json``."""
+    if family is MIXTRAL:
+        return {
+            "moe_ffn_hidden_size": config["intermediate_size"],
+            "num_moe_experts": config.get("num_local_experts", 8),
+            "moe_router_topk": config.get("num_experts_per_tok", 2),
+        }
+    shared = {"moe_shared_expert_intermediate_size": config.get("shared_expert_intermediate_size")}
+    return {
+        **(shared if family is QWEN2_MOE else {}),
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        # transformers 5 writes Qwen 3's number of experts by Mixtral's name.
+        "num_moe_experts": config.get("num_experts") or config["num_local_experts"],
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
     }
 
 
@@ -219,10 +282,9 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
         }
         if kind == "llama3":
             fields["rope_scaling_factor"] = float(scaling["factor"])
-        if family is MIXTRAL:
-            fields["moe_ffn_hidden_size"] = fields.pop("ffn_hidden_size")
-            fields["num_moe_experts"] = config.get("num_local_experts", 8)
-            fields["moe_router_topk"] = config.get("num_experts_per_tok", 2)
+        if family.has_experts:
+            del fields["ffn_hidden_size"]  # of a layer without experts
+            fields |= _expert_fields(config, family)
         config = {**config, "rope_type": kind, **{f"rope.{name}": scaling.get(name) for name in _STRETCH}}
         odd = {
             "rope_type": ("default", "llama3"),
@@ -231,6 +293,9 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
             "mlp_bias": (False,),
             "use_sliding_window": (False,),
             **({"sliding_window": (None,), "router_jitter_noise": (0.0,)} if family is MIXTRAL else {}),
+            **({"qkv_bias": (True,)} if family is QWEN2_MOE else {}),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
             **({f"rope.{name}": (value,) for name, value in _STRETCH.items()} if kind == "llama3" else {}),
         }
     problems = [
@@ -240,7 +305,7 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
     ]
     if problems:
         raise RequestError(problems)
-    return {**family.required, **fields, "vocab_size": config["vocab_size"]}
+    return {"num_moe_experts": None, **family.required, **fields, "vocab_size": config["vocab_size"]}
 
 
 _STRETCH: Final = {

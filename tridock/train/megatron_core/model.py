@@ -175,8 +175,10 @@ def expert_settings(experiment: Experiment) -> dict[str, Any]:
     return {
         "num_moe_experts": model.num_moe_experts,
         "moe_router_topk": model.moe_router_topk,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_ffn_hidden_size": model.expert_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
         "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
         "moe_token_dispatcher_type": "alltoall",
@@ -264,7 +266,7 @@ def initialize(model: nn.Module, experiment: Experiment) -> None:
     for key, sharded in sharded_weights(model):
         if key.endswith(".bias"):
             sharded.data.detach().zero_()
-        if not key.endswith(".weight") or sharded.data.dim() < 2:
+        if not key.endswith("weight") or sharded.data.dim() < 2:
             continue
         scale = onto_residual if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else std
         draw(sharded, scale, experiment.train.seed)

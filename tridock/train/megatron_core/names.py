@@ -21,6 +21,7 @@ _IN_LAYER: Final = {
     "dense_4h_to_h": "mlp.linear_fc2.",
 }
 _SHARED: Final = "shared_expert."
+_SHARED_GATE: Final = "shared_expert_gate"
 _OUTSIDE: Final = {
     "token_embedding": "embedding.word_embeddings",
     "position_embedding": "embedding.position_embeddings",
@@ -39,6 +40,8 @@ def expert_of(name: str) -> int | None:
 def key_of(model: Model, name: str) -> str:
     """Returns megatron-core's name of a weight, or of the weight that contains it."""
     if layer := _LAYER.match(name):
+        if layer[2] == _SHARED_GATE:
+            return f"decoder.layers.{layer[1]}.mlp.shared_experts.gate_weight"
         module, experts = _EXPERT.subn("", layer[2])
         inside = _IN_LAYER[module.removeprefix(_SHARED)]
         if module == "mlp_norm" and model.num_moe_experts:

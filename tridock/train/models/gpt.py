@@ -166,8 +166,10 @@ class Layer(nn.Module):
             self.experts = nn.ModuleDict({number: Expert(model, model.expert_size) for number in numbers})
             shared = model.moe_shared_expert_intermediate_size
             self.shared_expert = None if shared is None else Expert(model, shared)
+            self.shared_expert_gate = nn.Linear(width, 1, bias=False) if model.moe_shared_expert_gate else None
         self.active_experts = model.active_experts
         self.has_experts = model.num_moe_experts is not None
+        self.softmax_first = model.moe_router_pre_softmax
         self.dropout = nn.Dropout(model.hidden_dropout)
         self.gelu = "tanh"
         """torch's name of GELU's approximation; Megatron-LM v1.1.5 uses none."""
@@ -178,12 +180,15 @@ class Layer(nn.Module):
         return x + self.dropout(self._mixture(inside) if self.has_experts else self.dense_4h_to_h(self._wide(inside)))
 
     def _mixture(self, x: Tensor) -> Tensor:
-        """Returns the sum of each token's selected experts, weighted by the softmax of their scores, and of the shared
-        expert."""
+        """Returns the sum of each token's selected experts, weighted by the softmax of their scores (or of all), and of
+        the shared expert."""
         tokens = x.flatten(0, 1)
-        scores, chosen = self.router(tokens).topk(self.active_experts, dim=-1)
-        shares = scores.float().softmax(-1).to(x.dtype)
+        scores = self.router(tokens).float()
+        scores, chosen = (scores.softmax(-1) if self.softmax_first else scores).topk(self.active_experts, dim=-1)
+        shares = (scores if self.softmax_first else scores.softmax(-1)).to(x.dtype)
         mixed = torch.zeros_like(tokens) if self.shared_expert is None else self.shared_expert(tokens)
+        if self.shared_expert_gate is not None:
+            mixed = mixed * self.shared_expert_gate(tokens).sigmoid()
         for number, expert in self.experts.items():
             places, rank = (chosen == int(number)).nonzero(as_tuple=True)
             mixed.index_add_(0, places, expert(tokens[places]) * shares[places, rank, None])

@@ -48,8 +48,11 @@ MIXTRAL = {
 }
 QWEN2_MOE = {
     **MIXTRAL,
-    **{"model.add_qkv_bias": True, "model.moe_router_pre_softmax": True, "model.moe_ffn_hidden_size": 16},
-    **{"model.moe_shared_expert_intermediate_size": 24, "model.moe_shared_expert_gate": True},
+    "model.add_qkv_bias": True,
+    "model.moe_router_pre_softmax": True,
+    "model.moe_ffn_hidden_size": 16,
+    "model.moe_shared_expert_intermediate_size": 24,
+    "model.moe_shared_expert_gate": True,
 }
 MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE}
 KINDS = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3, **MIXTURES}

@@ -42,8 +42,13 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
         1,
         0,
     ),
+    "experts": (
+        {"model.num_moe_experts": 4, "model.add_bias_linear": False, "parallel.expert_model_parallel_size": 2},
+        2,
+        1,
+    ),
 }
-OF_EVERY_EDIT = ("tensor and sequence",)
+OF_EVERY_EDIT = ("tensor and sequence", "experts")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tridock.train.checkpoints.progress import Progress
 from tridock.train.checkpoints.snapshot import Write
 from tridock.train.data.dataset import load_splits
 from tridock.train.huggingface.weights import Pretrained
-from tridock.train.megatron_core import checkpoint, multi_tensor
+from tridock.train.megatron_core import checkpoint, gradient_norm, multi_tensor
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import DTYPES, build_chunks
@@ -53,6 +53,7 @@ class MegatronCore:
         self.optimizer = get_megatron_optimizer(
             optimizer_config(experiment), self.chunks, use_gloo_process_groups=False
         )
+        gradient_norm.read_once(self.optimizer, ranks.device)
         for optimizer in self.optimizer.chained_optimizers:
             checkpoint.keep_padding(optimizer)
         for chunk in self.chunks:

@@ -32,6 +32,7 @@ the same ranks: the median of all turns, and its standard error."""
 
 
 def row(one: Measured, others: Sequence[Measured]) -> list[str]:
+    """Returns the cells of one line of the table; those after the state are empty if the cell failed."""
     if one.state != "ok":
         return [one.cell.name, one.state, *[""] * (len(COLUMNS) - 2)]
     assert one.median_s is not None
@@ -59,6 +60,7 @@ def _text(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def table(measured: Sequence[Measured]) -> Table:
+    """Returns the table of all cells, a line each."""
     shown = Table(*COLUMNS)
     for one in measured:
         shown.add_row(*row(one, measured))
@@ -90,6 +92,7 @@ def versions() -> dict[str, str]:
 
 
 def document(measured: Sequence[Measured], bench: Bench) -> dict[str, Any]:
+    """Returns the content of ``results.json``."""
     cells = []
     for one in measured:
         figures = {"median_s", "tokens_per_second", "spread", "overhead", "overhead_error"}

@@ -164,6 +164,7 @@ def _queue_message(arguments: argparse.Namespace, session: Session, bundle: RunB
 
 
 def print_preview(bundle: RunBundle, *, verbose: bool) -> None:
+    """Prints the command of a run, and with ``verbose`` every file of its folder."""
     say(f"\n# on the head, in {bundle.path}:\n{bundle.command}")
     if verbose:
         for name, content in bundle.files.items():

@@ -17,6 +17,7 @@ _FOLDED: Final = 12
 
 
 def say(text: str) -> None:
+    """Prints a line of results to standard output."""
     # Not through Rich, which would highlight paths and interpret brackets.
     print(text, flush=True)
 
@@ -27,6 +28,7 @@ def print_problems(problems: Sequence[Mapping[str, Any]], **others: Any) -> None
 
 
 def console() -> Console:
+    """Returns a Rich console that neither highlights nor wraps."""
     from rich.console import Console
 
     return Console(highlight=False, soft_wrap=True)

@@ -36,6 +36,7 @@ class KeyPair:
 
     @classmethod
     def generate(cls) -> KeyPair:
+        """Creates an Ed25519 key pair."""
         return cls._of(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -78,6 +79,7 @@ class ClusterKeys:
 
     @classmethod
     def generate(cls, nodes: Iterable[str]) -> ClusterKeys:
+        """Creates a client key for the cluster and a host key for each node."""
         return cls(KeyPair.generate(), {name: KeyPair.generate() for name in nodes})
 
     def for_nodes(self, nodes: Iterable[str]) -> ClusterKeys:
@@ -114,6 +116,7 @@ NODE_FILES: Final = (CLIENT_KEY, CLIENT_PUBLIC, AUTHORIZED_KEYS, HOST_KEY, HOST_
 
 
 def node_files(cluster: Cluster, keys: ClusterKeys, node: str) -> dict[str, bytes]:
+    """Returns the content of every file in a node's secrets folder, by name."""
     host_key = keys.hosts[node]
     comment = f"tridock-{cluster.name}"
     return {

@@ -98,6 +98,7 @@ class Cluster:
         return self.settings.workdir or f"~/tridock/{self.name}"
 
     def node(self, name: str) -> ClusterNode:
+        """Returns a node by its name in the cluster; it must exist."""
         return next(node for node in self.nodes if node.name == name)
 
     def host_of(self, name: str) -> str:
@@ -114,6 +115,7 @@ class Cluster:
         return self.settings.listen if own is None else own
 
     def env_of(self, name: str) -> dict[str, str]:
+        """Returns a node's environment: the cluster's, overridden by the node's own."""
         return {**self.settings.env, **self._own(name).env}
 
     def _own(self, name: str) -> NodeSettings:

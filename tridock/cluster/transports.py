@@ -279,6 +279,7 @@ TRANSPORTS: Mapping[str, type[SshTransport] | type[ComposeTransport]] = {
 
 
 def transport_of(cluster: Cluster) -> SshTransport | ComposeTransport:
+    """Returns the transport that the cluster's settings name."""
     return TRANSPORTS[cluster.settings.transport](cluster)
 
 

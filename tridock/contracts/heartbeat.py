@@ -49,6 +49,8 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
+    """A rank's heartbeat file: one line of fixed length, overwritten by each beat."""
+
     def __init__(self, folder: Path, rank: int) -> None:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -81,6 +83,7 @@ def beat(phase: str, iteration: int | None = None, code: int = 0) -> None:
 
 
 def path_of(folder: Path, rank: int) -> Path:
+    """Returns the file of a rank's heartbeat."""
     return folder / FOLDER / f"rank-{rank}"
 
 

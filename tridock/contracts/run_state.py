@@ -66,6 +66,7 @@ def state_of(folder: Path) -> RunState:
 
 
 def is_supervised(folder: Path) -> bool:
+    """Returns whether a living supervisor holds the run's lock."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)  # the disk may be read-only
     except FileNotFoundError:

@@ -35,6 +35,7 @@ ENGINES: Final[Mapping[str, Engine]] = {engine.name: engine for engine in (Torch
 
 
 def engine_of(experiment: Experiment) -> Engine:
+    """Returns the engine that the experiment names."""
     return ENGINES[experiment.engine]
 
 

@@ -18,6 +18,8 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
+    """The result of one host: a value, or the error instead."""
+
     value: T | None = None
     error: Exception | None = None
 

@@ -57,6 +57,7 @@ def put_tree_command(files: Mapping[str, bytes], folder: str, mode: int) -> Comm
 
 
 def get_command(path: str) -> Command:
+    """Returns the command that prints a remote file."""
     return Command.of("sh", "-c", _GET, "get", path)
 
 

@@ -41,6 +41,8 @@ from tridock.report.rank_picture import plot as plot_rank_map
 
 @dataclass(frozen=True, slots=True)
 class Show:
+    """What ``tridock plan`` prints and draws."""
+
     search: bool = False
     json: bool = False
     plot: str = ""

@@ -21,6 +21,7 @@ _NVLINKS: Final = re.compile(r"^GPU .*\(UUID: ([^)]+)\)$|^\s+Link \d+: ([\d.]+) 
 
 
 def infiniband() -> Infiniband:
+    """Returns this node's InfiniBand devices, and whether the container may use them."""
     return Infiniband(
         tuple(sorted(path.name for path in _listed(Path("/sys/class/infiniband")))),
         usable=any(path.name.startswith("uverbs") for path in _listed(Path("/dev/infiniband"))),

@@ -15,6 +15,7 @@ _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (its size is asked)
 
 
 def shared_memory() -> Space | None:
+    """Returns the size of ``/dev/shm``; None if it is missing."""
     return space(_SHARED_MEMORY)
 
 
@@ -59,6 +60,7 @@ def memory() -> int | None:
 
 
 def cores() -> int:
+    """Returns the cores that this container may use: by its CPU affinity and its quota."""
     return min(len(os.sched_getaffinity(0)), _quota())
 
 

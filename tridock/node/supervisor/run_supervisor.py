@@ -85,6 +85,7 @@ class RunSupervisor:
         self._agents.close()
 
     def begin(self, script: str) -> None:
+        """Starts the launcher with ``script`` and connects to the node agents."""
         self._steps = StepTimes()
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
         self._lease.check()

@@ -38,6 +38,7 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def verdict(report: Report) -> str:
+    """Returns the last line of the report: whether the cluster is fit, and how many checks failed or warned."""
     counts = {kind: sum(it.severity == kind for it in report.findings) for kind in ("fail", "warn")}
     nodes = len(report.session.nodes)
     warnings = "" if not counts["warn"] else f", {_many(counts['warn'], 'warning')}"
@@ -51,6 +52,7 @@ def _many(count: int, what: str) -> str:
 
 
 def to_json(report: Report) -> dict[str, object]:
+    """Returns the report for ``--json``."""
     return {
         "cluster": report.session.cluster.name,
         "healthy": report.healthy,

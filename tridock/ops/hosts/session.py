@@ -117,6 +117,7 @@ class Session:
         self._states = None
 
     def read_state(self, name: str, host: Host) -> HostState:
+        """Queries a host. Raises :class:`ClusterError` if its container belongs to another folder."""
         transport = self.transport
         places = transport.secrets_folder(name), transport.images_file(name)
         command = facts_command(self.cluster.settings.image, transport.container_name(name), *places)

@@ -19,6 +19,8 @@ _STRIKES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
+    """One piece on its way from ``source`` to ``target``."""
+
     source: str
     target: str
     piece: str
@@ -52,6 +54,7 @@ class Schedule:
 
     @property
     def done(self) -> bool:
+        """Returns whether every host has every piece."""
         return not self.running and not any(self.missing.values())
 
     def sources_of(self, target: str) -> list[str]:

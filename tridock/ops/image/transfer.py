@@ -80,6 +80,7 @@ class Inventory:
 
 
 def parse_inventory(text: str) -> Inventory:
+    """Parses what the inventory script prints on a host."""
     lines = [line.partition(" ")[::2] for line in text.splitlines()]
     fields = dict(lines)
     files = (value.split(" ", 1) for name, value in lines if name == "file")

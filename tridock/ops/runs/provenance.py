@@ -45,6 +45,7 @@ def image_manifest() -> object:
 
 
 def machine() -> dict[str, object]:
+    """Returns the processor and the number of cores of this machine."""
     return {"processor": _processor(), "cores": os.cpu_count()}
 
 

@@ -166,6 +166,7 @@ def folder_of(session: Session, run: Run) -> str:
 
 
 def parse_rank(text: str) -> int:
+    """Returns the rank that ``--rank`` names. Raises :class:`RequestError` if it is not a whole number."""
     if not text.isdecimal():
         raise RequestError(Problem("--rank", "must be a whole number", repr(text), "give a rank's number"))
     return int(text)

@@ -78,6 +78,7 @@ def gpu_of(groups: Sequence[Group], request: Request) -> Gpu | None:
 
 
 def site_problems(groups: Sequence[Group], request: Request, source: str) -> Iterator[Problem]:
+    """Yields the fields of the request that the nodes listed by ``sinfo`` cannot satisfy."""
     partitions = list(dict.fromkeys(group.partition for group in groups))
     if request.partition is not None:
         for name in request.partition.split(","):

@@ -34,6 +34,8 @@ _PLAIN_PATH = re.compile(r"/[\w./@+=,-]*")
 
 @dataclass(frozen=True, slots=True)
 class SubmitOptions:
+    """What to submit: experiments or a program, their overrides and sweeps, and the request's own fields."""
+
     configs: Sequence[Path]
     overrides: Sequence[str] = ()
     sweeps: Sequence[str] = ()

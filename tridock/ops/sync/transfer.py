@@ -187,6 +187,7 @@ def drop_maps_command(workspace: str, prefix: str) -> Command:
 
 
 def read_command(workspace: str, path: str) -> Command:
+    """Returns the command that prints a file of the workspace."""
     return Command.of("cat", "--", f"{workspace}/{path}")
 
 

@@ -56,6 +56,10 @@ _DGX_A100: Final = Network(200.0, "DGX A100")
 _DGX_H100: Final = Network(400.0, "DGX H100")
 
 
+_NVSWITCH_GB_S: Final = 450.0
+"""Hopper's rate through NVSwitch; bridges between two GPUs have less."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU model. A field of None is an unknown figure."""
@@ -85,6 +89,11 @@ class Gpu:
     @property
     def memory_bytes(self) -> int:
         return self.memory_mib * MIB
+
+    @property
+    def has_multicast(self) -> bool:
+        """Whether one write reaches all GPUs of a node: from Hopper on, through NVSwitch."""
+        return self.tflops_8 is not None and (self.link_gb_s or 0) >= _NVSWITCH_GB_S
 
     def tflops(self, precision: str, tf32: bool = False) -> float | None:
         """Peak TFLOP/s in ``fp32``, ``bf16`` or ``fp16``. TF32, if supported, is half as fast as bf16."""

@@ -137,19 +137,11 @@ class Megatron2021(MegatronCore):
         return FORMAT_BYTES[experiment.precision] + 8.0
 
 
-class TensorOverlap(MegatronCore):
-    """Megatron-LM with ``--tp-comm-overlap``: tensor parallel ranks exchange activations beside all products."""
-
-    def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
-        return replace(super().sent(experiment, shape, stage), tensor_behind="products")
-
-
-class NemoFp8(TensorOverlap):
+class NemoFp8(MegatronCore):
     """NeMo's performance recipes in fp8 (NVIDIA/NeMo, ``scripts/performance/helpers.py``, ``recipes/precision``).
 
     - Gradients are summed and reduce-scattered in bf16 (``grad_reduce_in_fp32 = False``).
     - Matrices of the layers are in fp8 only, in both layouts, and are gathered in fp8 (``fp8_param_gather``).
-    - ``tp_comm_overlap``.
     """
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
@@ -170,7 +162,6 @@ PROGRAMS: Final[Mapping[str, Engine]] = {
     "scaling": Scaling(),
     "megatron-deepspeed, bf16": MegatronDeepSpeedBf16(),
     "megatron-lm, 2021": Megatron2021(),
-    "megatron-lm, tp-comm-overlap": TensorOverlap(),
     "nemo, fp8": NemoFp8(),
     "torchtitan": Torchtitan(selective=False),
     "torchtitan, selective": Torchtitan(selective=True),

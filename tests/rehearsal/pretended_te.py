@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 import importlib
+import math
 import os
 import sys
 import types
+from collections import namedtuple
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -63,6 +65,42 @@ def _in_format(tensor: Tensor, quantizer: Any) -> Any:
     return quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def _shape(tensor: Any) -> Sequence[int]:
+    """That of a tensor, or of the storage of a gathered one in fp8, which may have its transpose only."""
+    if isinstance(tensor, Tensor):
+        return tensor.shape
+    if tensor._data is not None:
+        return tensor._data.shape
+    first, *rest = tensor._transpose.shape
+    return (*rest, first)
+
+
+class UserBuffer:
+    """A buffer that tensor parallel ranks share; ``made`` has all of a process."""
+
+    made: ClassVar[list[UserBuffer]] = []
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, helper: Any, ranks: int, kind: Any = None, **options: Any
+    ) -> None:
+        self.shape, self.dtype, self.helper, self.ranks = tuple(shape), dtype, helper, ranks
+        self.kind, self.options = kind, options
+        self.made.append(self)
+
+    def is_fp8_ubuf(self) -> bool:
+        return self.dtype == torch.uint8
+
+    def copy_into_buffer(self, tensor: Tensor, local_chunk: bool = False) -> None:
+        assert tensor.element_size() == self.dtype.itemsize
+        assert tensor.numel() * (self.ranks if local_chunk else 1) == math.prod(self.shape)
+
+    def get_buffer(self, local_chunk: bool = False, shape: Sequence[int] | None = None) -> Tensor:
+        rows, columns = self.shape
+        found = tuple(shape or (rows // self.ranks if local_chunk else rows, columns))
+        assert math.prod(found) * (self.ranks if local_chunk else 1) == rows * columns
+        return torch.zeros(found, dtype=self.dtype, device="cuda")
+
+
 class Kernels(types.ModuleType):
     """The module of transformer-engine's kernels; what has no stand-in is a mock."""
 
@@ -83,6 +121,23 @@ class Kernels(types.ModuleType):
         found = mock.MagicMock(name=name)
         setattr(self, name, found)
         return found
+
+    has_multicast = False
+    CommOverlapType = enum.Enum("CommOverlapType", ["AG", "RS"])
+    CommOverlapHelper = namedtuple("CommOverlapHelper", ["world", "domain"], defaults=[None])
+    CommOverlap = CommOverlapP2P = UserBuffer
+
+    @staticmethod
+    def device_supports_multicast() -> bool:
+        return Kernels.has_multicast
+
+    @staticmethod
+    def ubuf_built_with_mpi() -> bool:
+        return False
+
+    @staticmethod
+    def get_stream_priority_range() -> tuple[int, int]:
+        return 0, -5
 
     @staticmethod
     def get_cudnn_version() -> int:
@@ -123,14 +178,16 @@ class Kernels(types.ModuleType):
 
     @staticmethod
     def generic_gemm(
-        a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool, out: Tensor | None, *rest: Any, **_: Any
-    ) -> tuple[Tensor, Tensor | None, None, None]:
+        a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool, out: Tensor | None, *rest: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None, None, Tensor | None]:
         """cuBLAS's products, by columns: ``b`` comes first."""
         _, _, bias, _, _, _, for_gradient, *_ = rest
-        width = a.shape[0] if transposed_a else a.shape[-1]
-        rows = [b.shape[-1]] if transposed_b else list(b.shape[:-1])
-        made = torch.zeros(*rows, width, dtype=a.dtype, device=a.device) if out is None else out
-        return made, (torch.zeros_like(bias) if for_gradient and bias is not None else None), None, None
+        width = _shape(a)[0] if transposed_a else _shape(a)[-1]
+        rows = [_shape(b)[-1]] if transposed_b else list(_shape(b)[:-1])
+        dtype = getattr(a, "dtype", torch.bfloat16)
+        made = torch.zeros(*rows, width, dtype=dtype, device="cuda") if out is None else out
+        scattered = options.get("extra_output")
+        return made, (torch.zeros_like(bias) if for_gradient and bias is not None else None), None, scattered
 
     @staticmethod
     def get_fused_attn_backend(*_: Any) -> Any:

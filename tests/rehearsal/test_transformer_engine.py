@@ -17,8 +17,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.rehearsal.pretended_te import VERSION, Kernels, import_transformer_engine
+from tests.rehearsal.pretended_te import VERSION, Kernels, UserBuffer, import_transformer_engine
 from tests.unit.train import pretended_gpu
 from tests.unit.train.experiments import experiment
 from tests.unit.train.pretended_gpu import GPU, REASON, LiveBytes, Transfers
@@ -35,6 +36,10 @@ ALIGNED = {"model.hidden_size": 64, "model.seq_length": 64, "model.num_attention
 SEQUENCE = {
     "parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True,
     "parallel.pipeline_model_parallel_size": 2, "parallel.use_distributed_optimizer": True,
+}  # fmt: skip
+OVERLAPPED = ALIGNED | {
+    "parallel.tensor_model_parallel_size": 4, "parallel.sequence_parallel": True,
+    "parallel.context_parallel_size": 2,
 }  # fmt: skip
 MIXTURE = {
     "model.num_moe_experts": 4,
@@ -65,6 +70,12 @@ def on_gpu() -> Callable[..., Any]:
         "local": ({"model.transformer_impl": "local"}, 1, 0),
         "chosen": ({"model.transformer_impl": "transformer_engine"}, 1, 0),
         "chosen, fp32": ({"model.transformer_impl": "transformer_engine", "precision": "fp32"}, 1, 0),
+        "overlapped": (OVERLAPPED, 8, 6),
+        "overlapped, recomputed": (OVERLAPPED | layouts.FULL, 8, 1),
+        "overlapped, fp8": (OVERLAPPED | {"model.fp8": "hybrid"}, 8, 3),
+        "overlapped, asked": (OVERLAPPED | {"parallel.tp_comm_overlap": True}, 8, 0),
+        "overlapped, off": (OVERLAPPED | {"parallel.tp_comm_overlap": False}, 8, 0),
+        "overlapped, by IPC": (OVERLAPPED | {"parallel.tp_comm_overlap": True, "env": {"UB_SKIPMC": "1"}}, 8, 0),
         "normed heads": ({"model.qk_layernorm": True, "model.normalization": "RMSNorm"}, 1, 0),
     }
     return layouts.on_gpu
@@ -108,6 +119,100 @@ def test_where_it_has_no_fused_attention_or_the_experiment_says_so_it_is_not_use
 def test_it_is_refused_where_it_has_no_fused_attention(on_gpu: Callable[..., Any]) -> None:
     with pytest.raises(RequestError, match="lacks its fused attention"), on_gpu("chosen, fp32"):
         pass
+
+
+@pytest.fixture
+def user_buffers(monkeypatch: pytest.MonkeyPatch) -> list[UserBuffer]:
+    """Those that are made in a test, on GPUs with multicast; groups of NCCL are of the pretended kind."""
+
+    monkeypatch.setattr(Kernels, "has_multicast", True)
+    monkeypatch.setattr(UserBuffer, "made", [])
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "nccl")
+    for name in ("new_group", "new_subgroups_by_enumeration"):
+        monkeypatch.setattr(dist, name, pretended_for(getattr(dist, name)))
+    return UserBuffer.made
+
+
+def pretended_for(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*given: Any, backend: str | None = None, **named: Any) -> Any:
+        return make(*given, backend="fake" if backend == "nccl" else backend, **named)
+
+    return made
+
+
+@pytest.mark.parametrize("name", ["overlapped", "overlapped, recomputed", "overlapped, fp8"])
+def test_tensor_parallel_ranks_exchange_parts_of_a_matrix_beside_products(
+    on_gpu: Callable[..., Any], name: str, user_buffers: list[UserBuffer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels: Any = sys.modules["transformer_engine_torch"]
+    rank = {"overlapped": 6, "overlapped, recomputed": 1, "overlapped, fp8": 3}[name]
+    first = rank // 4 * 4
+    with on_gpu(name) as (strategy, _, batches):
+        del user_buffers[:-12]  # of the model that is built last
+        # 2 samples of 64 tokens, over 2 context parallel ranks
+        assert {it.shape for it in user_buffers} == {(64, 64)}
+        assert {it.ranks for it in user_buffers} == {4}
+        kinds = Counter(it.dtype for it in user_buffers)
+        assert kinds == ({torch.uint8: 8, torch.bfloat16: 4} if "fp8" in name else {torch.bfloat16: 12})
+        helper = user_buffers[0].helper
+        assert dist.get_process_group_ranks(helper.world) == list(range(8))
+        assert dist.get_process_group_ranks(helper.domain) == list(range(first, first + 4))
+        columns, rows = (
+            {it.ub_name: it for it in strategy.chunks[0].modules() if type(it).__name__ == kind}
+            for kind in ("TELayerNormColumnParallelLinear", "TERowParallelLinear")
+        )
+        assert (columns.keys(), rows.keys()) == ({"qkv", "fc1"}, {"proj", "fc2"})
+        for layer in columns.values():
+            assert (layer.ub_overlap_ag_fprop, layer.ub_bulk_dgrad, layer.ub_bulk_wgrad) == (True, True, True)
+            assert not layer.ub_overlap_rs_dgrad
+        for layer in rows.values():
+            assert (layer.ub_overlap_rs_fprop, layer.ub_overlap_ag_dgrad) == (True, True)
+        strategy.step(batches, 0.1)
+        with (
+            mock.patch.object(Kernels, "generic_gemm", wraps=Kernels.generic_gemm) as products,
+            Transfers(on_host=1) as transfers,
+        ):
+            assert kernels.generic_gemm is products
+            strategy.step(batches, 0.1)
+        kind = kernels.CommOverlapType
+        beside = Counter(call.kwargs["comm_type"] for call in products.call_args_list if call.kwargs["comm_overlap"])
+        layers, passes = strategy.experiment.model.num_layers, len(batches)
+        # A layer gathers for qkv and fc1, and their inputs again and the gradients of proj's and fc2's outputs in the
+        # backward pass; it scatters what proj and fc2 put out, and the gradients of qkv's and fc1's inputs.
+        again = 2 if "recomputed" in name else 0
+        assert beside == {kind.AG: 6 * layers * passes, kind.RS: (4 + again) * layers * passes}
+        assert transfers.all() == {"read": 1}
+    assert capsys.readouterr().out.count("note: tp_comm_overlap is on") == (2 if rank == 0 else 0)
+
+
+def test_the_overlap_is_off_without_multicast_or_if_the_experiment_says_so(
+    on_gpu: Callable[..., Any],
+    user_buffers: list[UserBuffer],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with on_gpu("overlapped, off"):
+        assert not user_buffers
+    with on_gpu("overlapped, asked"):
+        assert user_buffers
+    assert "note: tp_comm_overlap is on; parallel.tp_comm_overlap: false turns it off" in capsys.readouterr().out
+    user_buffers.clear()
+    monkeypatch.setattr(Kernels, "has_multicast", False)
+    with monkeypatch.context() as launched:
+        launched.setenv("UB_SKIPMC", "1")  # the experiment's env
+        with on_gpu("overlapped, by IPC"):
+            assert user_buffers
+    user_buffers.clear()
+    what = "parallel.tp_comm_overlap: rank 0 lacks CUDA multicast; got true; leave it out, or set it to false"
+    with pytest.raises(RequestError, match=what), on_gpu("overlapped, asked"):
+        pass
+    with on_gpu("overlapped") as (strategy, _, batches):
+        assert not user_buffers
+        strategy.step(batches, 0.1)
+    monkeypatch.setattr(Kernels, "has_multicast", True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of 4 tensor parallel ranks
+    with on_gpu("overlapped"):
+        assert not user_buffers
 
 
 def test_matrices_of_fp8_are_quantized_once_a_step(on_gpu: Callable[..., Any]) -> None:

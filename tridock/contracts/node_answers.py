@@ -7,7 +7,7 @@ from typing import Any, Final
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 """Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
 notices; a node whose image has another version is then reported."""
 USAGE: Final = 2
@@ -193,6 +193,8 @@ class PreflightAnswer:
     """Whether one of the folders that the run searches has a tokenizer."""
     missing_packages: tuple[str, ...] = ()
     """The Python packages that the run needs and this node's image does not have."""
+    multicast: bool | None = None
+    """Whether all GPUs of the node have CUDA multicast, if the run needs it."""
     memory: int | None = None
     """Bytes of memory that processes on this node may use: the host's, or the container's limit."""
     rendezvous: PortAnswer | None = None

@@ -74,6 +74,14 @@ class Engine(ABC):
         """Yields requested features that this GPU lacks."""
         yield from ()
 
+    def node_problems(self, experiment: Experiment, slots: int) -> Iterator[Problem]:  # noqa: ARG002  of some engines
+        """Yields requested features that nodes of ``slots`` do not have."""
+        yield from ()
+
+    def needs_multicast(self, experiment: Experiment) -> bool:  # noqa: ARG002  of some engines
+        """Returns whether every GPU must have CUDA multicast."""
+        return False
+
     def packages(self, _experiment: Experiment) -> Mapping[str, str]:
         """Returns optional Python packages that every node's image must have, each with the field that needs it."""
         return {}
@@ -171,6 +179,10 @@ class Engine(ABC):
     def kernels(self, _experiment: Experiment) -> float:
         """Returns the share of a layer's kernels that are launched one by one."""
         return 1.0
+
+    def gpu_terms(self, _experiment: Experiment, _shape: Shape) -> list[Term]:
+        """Returns memory that a rank has from step to step only on GPUs that support it."""
+        return []
 
     @abstractmethod
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:

@@ -106,6 +106,11 @@ class Parallel(Section):
     use_distributed_optimizer: bool = Field(
         default=False, description="Engine megatron-core: shard the optimizer's states over the data parallel ranks."
     )
+    tp_comm_overlap: bool | None = Field(
+        default=None,
+        description="Engine megatron-core with TransformerEngine's layers: tensor parallel ranks of a node exchange"
+        " parts of a matrix while they compute others, with CUDA multicast. Default: where all of them can.",
+    )
 
     @property
     def expert_tensor_size(self) -> int:

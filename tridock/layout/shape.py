@@ -25,6 +25,12 @@ class Shape:
     """Micro batches of one replica in an iteration."""
     slots: int
     """Slots of one node."""
+    has_multicast: bool = False
+    """Whether one write of a GPU reaches all others of its node."""
+
+
+OVERLAP: Final = "tp_comm_overlap"
+"""The term of buffers through which tensor parallel ranks exchange parts of a matrix: not memory of torch."""
 
 
 @dataclass(frozen=True, slots=True)

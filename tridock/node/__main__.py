@@ -181,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("--tokenizer", dest="tokenizers", action="append", default=[], metavar="FILE", help=text)
     text = "Python package that the run needs; repeatable"
     preflight.add_argument("--package", dest="packages", action="append", default=[], metavar="NAME", help=text)
+    preflight.add_argument("--multicast", action="store_true", help="also print whether the GPUs have CUDA multicast")
     preflight.add_argument("--head", action="store_true", help="also print a free port and the image's manifest")
     preflight.add_argument("--port", type=int, help="with --head: require this port")
     preflight.set_defaults(action=verbs.preflight)

@@ -260,7 +260,7 @@ def evidence(arguments: argparse.Namespace) -> node_answers.Evidence:
 def preflight(arguments: argparse.Namespace) -> node_answers.PreflightAnswer:
     from tridock.node.probes.preflight import preflight
 
-    asked = {name: getattr(arguments, name) for name in ("load", "tokenizers", "packages", "head", "port")}
+    asked = {name: getattr(arguments, name) for name in ("load", "tokenizers", "packages", "multicast", "head", "port")}
     return preflight(arguments.files, arguments.read, **asked)
 
 

@@ -210,11 +210,12 @@ def assess(
     ``source`` (the experiment's file) is the prefix of the messages of :meth:`Assessment.checked`.
     """
     world_size = sum(len(numbers) for numbers in slots.values())
-    problems = [*layout_problems(experiment, world_size), *gpu_problems(experiment, assumptions.gpu)]
+    per_node = min((len(numbers) for numbers in slots.values()), default=0)
+    problems = [*layout_problems(experiment, world_size, per_node), *gpu_problems(experiment, assumptions.gpu)]
     if problems:
         return Assessment(experiment, source, tuple(problems), (), assumptions)
     plan = lay_out(experiment, slots)
-    shape = Shape(plan.data_parallel_size, plan.accumulation_steps, min(len(numbers) for numbers in slots.values()))
+    shape = Shape(plan.data_parallel_size, plan.accumulation_steps, per_node, assumptions.has_multicast)
     memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
     rates = assumptions.rates(experiment, shape.slots)
     states = max(stage.state_bytes for stage in memory)

@@ -37,6 +37,10 @@ class Assumptions:
     """The correction by a run's measurements."""
     failures: Failures | None = None
 
+    @property
+    def has_multicast(self) -> bool:
+        return self.gpu is not None and self.gpu.has_multicast
+
     def rates(self, experiment: Experiment, slots: int) -> Rates:
         """Returns the rates of nodes of ``slots``. Raises :class:`RequestError` if the calibration lacks the
         precision."""

@@ -76,4 +76,5 @@ def _shape(planned: Assessment) -> Shape:
     counts: dict[str, int] = {}
     for rank in slots:
         counts[rank.node] = counts.get(rank.node, 0) + 1
-    return Shape(plan.data_parallel_size, plan.accumulation_steps, min(counts.values()))
+    multicast = planned.assumptions.has_multicast
+    return Shape(plan.data_parallel_size, plan.accumulation_steps, min(counts.values()), multicast)

@@ -11,8 +11,9 @@ from tridock.experiment.model import Model
 from tridock.layout.split import either, nearest_divisors, size_of_replica, world_problems
 
 
-def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
-    """Returns every problem of the experiment on ``world_size`` ranks; ``where`` is the field's path."""
+def layout_problems(experiment: Experiment, world_size: int, slots: int | None = None) -> list[Problem]:
+    """Returns every problem of the experiment on ``world_size`` ranks, ``slots`` on each node; ``where`` is the field's
+    path."""
     engine = engine_of(experiment)
     replicas, rest = divmod(world_size, size_of_replica(experiment))
     return [
@@ -22,6 +23,7 @@ def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
         *_model_problems(experiment),
         *world_problems(experiment, world_size, engine.takes_sizes),
         *(() if rest else engine.batch_problems(experiment, replicas)),
+        *(() if slots is None else engine.node_problems(experiment, slots)),
         *json_problems(experiment, 0 if rest else replicas),
         *_schedule_problems(experiment),
         *_saving_problems(experiment),

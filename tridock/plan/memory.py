@@ -41,7 +41,17 @@ from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout.activations import Attention
-from tridock.layout.shape import Device, Parameters, Shape, States, Term, layers_of_stage, least_bytes, total_bytes
+from tridock.layout.shape import (
+    OVERLAP,
+    Device,
+    Parameters,
+    Shape,
+    States,
+    Term,
+    layers_of_stage,
+    least_bytes,
+    total_bytes,
+)
 from tridock.plan.correction import Correction
 
 Fit = Literal["fits", "tight", "no-fit"]
@@ -49,9 +59,9 @@ TIGHT: Final = 0.8
 """Share of a GPU's memory above which a run may run out: of 454 published runs, none with an estimate below it did
 (Fujii et al., 2024, arXiv 2411.06465)."""
 GIB: Final = 2**30
-_PERSISTENT: Final = ("weights", "gradients", "optimizer states", "start-up")
+_PERSISTENT: Final = ("weights", "gradients", "optimizer states", "start-up", OVERLAP)
 """Terms that are not temporary within a step."""
-OVERHEAD: Final = ("CUDA context", "NCCL", "fragmentation")
+OVERHEAD: Final = ("CUDA context", "NCCL", "fragmentation", OVERLAP)
 """Terms that no tensor accounts for."""
 
 
@@ -126,6 +136,7 @@ def memory_of_stage(
         source = f"{correction.source} allocated {correction.memory:.3g} times what its plan has"
         terms.append(Term("measured by a run", round((correction.memory - 1) * total_bytes(terms)), source))
     if gpu is not None:
+        terms += engine_of(experiment).gpu_terms(experiment, shape)
         count = communicators(experiment, shape) if groups is None else groups
         terms += overhead_terms(count, terms, gpu.memory_bytes)
     return StageMemory(

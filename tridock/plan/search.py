@@ -121,7 +121,7 @@ def search(
 def _judge(
     choice: Choice, candidate: Experiment, world_size: int, per_node: int, assumptions: Assumptions, rates: Rates
 ) -> Candidate | Rejected:
-    problems = layout_problems(candidate, world_size)
+    problems = layout_problems(candidate, world_size, per_node)
     if problems:
         return Rejected(choice, f"{problems[0].where} {problems[0].what}")
     tensor = candidate.parallel.tensor_model_parallel_size
@@ -131,7 +131,7 @@ def _judge(
     if candidate.parallel.use_distributed_optimizer and data * candidate.parallel.context_parallel_size == 1:
         return Rejected(choice, "there is one replica: nothing to share the optimizer's states with")
     steps = candidate.batch.samples_per_step(data) // (candidate.batch.micro_batch_size * data)
-    shape = Shape(data, steps, per_node)
+    shape = Shape(data, steps, per_node, assumptions.has_multicast)
     stages = {0, candidate.parallel.pipeline_model_parallel_size - 1}
     gpu, correction, groups = assumptions.gpu, assumptions.correction, communicators(candidate, shape)
     attention = assumptions.attention

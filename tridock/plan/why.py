@@ -134,12 +134,13 @@ def judge_layout(
 ) -> JudgedLayout:
     """Judges one layout; ``changes`` are only recorded."""
     world_size = sum(len(numbers) for numbers in slots.values())
-    problems = [*layout_problems(experiment, world_size), *gpu_problems(experiment, assumptions.gpu)]
+    per_node = min(len(numbers) for numbers in slots.values())
+    problems = [*layout_problems(experiment, world_size, per_node), *gpu_problems(experiment, assumptions.gpu)]
     data = world_size // size_of_replica(experiment)
     if problems:
         return JudgedLayout(tuple(changes), experiment, tuple(problems), data)
     steps = experiment.batch.samples_per_step(data) // (experiment.batch.micro_batch_size * data)
-    shape = Shape(data, steps, min(len(numbers) for numbers in slots.values()))
+    shape = Shape(data, steps, per_node, assumptions.has_multicast)
     memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
     rates = assumptions.rates(experiment, shape.slots)
     states = max(stage.state_bytes for stage in memory)

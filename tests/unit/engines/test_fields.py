@@ -106,6 +106,10 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel.expert_tensor_parallel_size": (2, MOE),
     "parallel.sequence_parallel": (True, {"parallel.tensor_model_parallel_size": 2}),
     "parallel.use_distributed_optimizer": (True, {}),
+    "parallel.tp_comm_overlap": (
+        True,
+        {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True, "precision": "bf16"},
+    ),
     "batch.micro_batch_size": (1, {}),
     "batch.global_batch_size": (32, ZERO),
     "data.data_path": ("data/y", {}),

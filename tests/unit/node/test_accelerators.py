@@ -222,7 +222,7 @@ def test_peer_memory_is_of_a_module_or_of_the_open_driver(
     assert probe._has_peer_memory() == expected
 
 
-def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]:
+def libcuda(init: int = 0, devices: int = 1, multicast: tuple[int, ...] = ()) -> Callable[[str], SimpleNamespace]:
     """A stand-in for CUDA's driver."""
 
     def write(value: object) -> Callable[[Any], int]:
@@ -241,8 +241,14 @@ def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]
         cuGetErrorString=text,
         cuDriverGetVersion=write(13010),
         cuDeviceGet=lambda device, number: write(number)(device),
-        # Of the first 9.0, of the next 10.1
-        cuDeviceGetAttribute=lambda found, which, device: write({75: 9, 76: 0}[which] + device.value)(found),
+        # Of the first 9.0, of the next 10.1; a driver that does not know multicast writes nothing.
+        cuDeviceGetAttribute=lambda found, which, device: (
+            write({75: 9, 76: 0}[which] + device.value)(found)
+            if which != 132
+            else write(multicast[device.value])(found)
+            if multicast
+            else 1
+        ),
     )
     return lambda name: driver
 
@@ -251,6 +257,8 @@ def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]
     ("driver", "expected"),
     [
         (libcuda(devices=2), CudaDriver(None, "13.1", ("9.0", "10.1"))),
+        (libcuda(devices=2, multicast=(1, 1)), CudaDriver(None, "13.1", ("9.0", "10.1"), multicast=True)),
+        (libcuda(devices=2, multicast=(1, 0)), CudaDriver(None, "13.1", ("9.0", "10.1"))),
         (libcuda(802), CudaDriver("CUDA error 802: system not yet initialized")),
         (libcuda(100), CudaDriver("CUDA error 100: no CUDA-capable device is detected")),
         (libcuda(devices=0), CudaDriver("cuDeviceGetCount found no device", "13.1")),

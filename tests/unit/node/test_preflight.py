@@ -27,6 +27,7 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
         "loads": True,
         "has_tokenizer": True,
         "missing_packages": [],
+        "multicast": None,
         "rendezvous": None,
         "image_manifest": None,
         "contract": None,
@@ -59,6 +60,10 @@ def test_a_tokenizer_may_be_in_one_of_several_folders(tmp_path: Path) -> None:
     assert answer("preflight", *places)["has_tokenizer"] is False
     (tmp_path / "b.json").touch()
     assert answer("preflight", *places)["has_tokenizer"] is True
+
+
+def test_a_node_without_a_gpu_has_no_multicast() -> None:
+    assert answer("preflight", "--multicast")["multicast"] is False
 
 
 def test_packages_that_it_does_not_have() -> None:

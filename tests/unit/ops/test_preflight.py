@@ -20,6 +20,7 @@ from tridock.ops.runs.preflight import (
     _differences,
     check_nodes,
     mismatches,
+    multicast_problems,
     package_problems,
     preflight_argv,
     too_little_memory,
@@ -115,6 +116,31 @@ def test_layers_of_a_package_that_a_nodes_image_lacks() -> None:
         "t.yaml: model.transformer_impl: needs the Python package transformer_engine; got not on a, b; "
         "leave the field out, or build the image on a base that has it"
     )
+
+
+def test_an_overlap_that_a_nodes_gpus_cannot_do() -> None:
+    fields = {
+        "name": "t",
+        "engine": "megatron-core",
+        "precision": "bf16",
+        "model": {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "seq_length": 8},
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "batch": {"micro_batch_size": 1},
+        "data": {"data_path": "data/t_document"},
+        "train": {"train_iters": 1},
+    }
+    assert "--multicast" not in preflight_argv(Experiment.model_validate(fields), head=False)
+    experiment = with_fields(fields, {"parallel.tp_comm_overlap": True})
+    assert {"--multicast", "--package=transformer_engine"} <= {*preflight_argv(experiment, head=False)}
+    answers = {name: PreflightAnswer({}, multicast=has) for name, has in (("a", True), ("b", False))}
+    (problem,) = multicast_problems(Path("t.yaml"), experiment, answers)
+    assert str(problem) == (
+        "t.yaml: parallel.tp_comm_overlap: needs GPUs with CUDA multicast (Hopper and newer, with NVSwitch); "
+        "got none on b; leave it out"
+    )
+    by_ipc = with_fields(fields, {"parallel.tp_comm_overlap": True, "env": {"UB_SKIPMC": "1"}})
+    assert not list(multicast_problems(Path("t.yaml"), by_ipc, answers))
+    assert "--multicast" not in preflight_argv(by_ipc, head=False)
 
 
 OFFLOADING: dict[str, Any] = {

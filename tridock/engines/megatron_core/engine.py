@@ -5,11 +5,12 @@ from itertools import product
 from typing import Final
 
 from tridock.engines.engine import Choice, Engine, RankProgram
-from tridock.engines.megatron_core import legality, transformer_engine
+from tridock.engines.megatron_core import legality, overlap, transformer_engine
 from tridock.engines.megatron_core.experts import expert_choices, rank_problems
 from tridock.engines.megatron_core.legality import FIELDS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
+from tridock.gpus import Gpu
 from tridock.layout import Plan
 from tridock.layout.activations import Attention, Sizes, sizes_of
 from tridock.layout.kernels import MEMORY_SHARE
@@ -44,7 +45,8 @@ class MegatronCore(Engine):
     checkpoint_fields = ("precision", "parallel.use_distributed_optimizer")
 
     problems = staticmethod(legality.problems)
-    gpu_problems = staticmethod(transformer_engine.gpu_problems)
+    node_problems = staticmethod(overlap.node_problems)
+    needs_multicast = staticmethod(overlap.needs_multicast)
 
     def takes_sizes(self, experiment: Experiment) -> bool:
         parallel = experiment.parallel
@@ -53,6 +55,10 @@ class MegatronCore(Engine):
             return False
         interleaved = virtual == 1 or (stages > 1 and experiment.model.num_layers % (stages * virtual) == 0)
         return interleaved and not (parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1)
+
+    def gpu_problems(self, experiment: Experiment, gpu: Gpu) -> Iterator[Problem]:
+        yield from transformer_engine.gpu_problems(experiment, gpu)
+        yield from overlap.gpu_problems(experiment, gpu)
 
     def packages(self, experiment: Experiment) -> Mapping[str, str]:
         return transformer_engine.packages(experiment)
@@ -99,6 +105,9 @@ class MegatronCore(Engine):
             terms += transformer_engine.terms(experiment, stage)
         return terms
 
+    def gpu_terms(self, experiment: Experiment, shape: Shape) -> list[Term]:
+        return [overlap.term(experiment)] if overlap.is_planned(experiment, shape) else []
+
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         weights, short = self.parameters(experiment, stage), FORMAT_BYTES[experiment.precision]
         embedding, tensor = 4 * self.parameters(experiment, 0).embedding, self._gathered_queries(experiment, stage)
@@ -115,7 +124,7 @@ class MegatronCore(Engine):
             expert_gradient_bytes=exchanged(max(1, expert_replicas(experiment, shape.data)), weights.experts),
             overlapped=1.0,
             computing=1 / shape.accumulation if distributed else backward_pass(shape.accumulation),
-            tensor_behind="weight gradients",
+            tensor_behind="products" if overlap.is_planned(experiment, shape) else "weight gradients",
             hides_pipeline=experiment.parallel.virtual_pipeline_model_parallel_size > 1,
         )
 

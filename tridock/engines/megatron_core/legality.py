@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tridock.engines.fields import COMMON, NO_TOKENIZER, Fields, Refused
-from tridock.engines.megatron_core import experts, transformer_engine
+from tridock.engines.megatron_core import experts, overlap, transformer_engine
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.split import either, head_problems, nearest_divisors, nearest_multiple, nearest_multiples
@@ -47,6 +47,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
     yield from _mapping_problems(experiment)
     yield from _recompute_problems(experiment)
     yield from transformer_engine.problems(experiment)
+    yield from overlap.problems(experiment)
 
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -73,9 +73,12 @@ def gpu_problems(experiment: Experiment, gpu: Gpu) -> Iterator[Problem]:
 def packages(experiment: Experiment) -> Mapping[str, str]:
     """Returns its package with the field that needs it, if one does."""
     model = experiment.model
-    if model.transformer_impl == TE:
-        return {TE: "model.transformer_impl"}
-    return {TE: "model.fp8"} if model.fp8 is not None else {}
+    needed = {
+        "model.transformer_impl": model.transformer_impl == TE,
+        "model.fp8": model.fp8 is not None,
+        "parallel.tp_comm_overlap": experiment.parallel.tp_comm_overlap,
+    }
+    return next(({TE: field} for field, needs in needed.items() if needs), {})
 
 
 def is_used(experiment: Experiment, device: Device) -> bool:

@@ -45,6 +45,7 @@ FIELDS: Final[Fields] = {
     "parallel.use_tp_pp_dp_mapping": Refused(),
     "parallel.context_parallel_size": Refused(),
     "parallel.sequence_parallel": Refused(),
+    "parallel.tp_comm_overlap": Refused(),
     "parallel.use_distributed_optimizer": Refused(),
     "model.recompute_granularity": Refused(),
     "model.recompute_method": Refused(),

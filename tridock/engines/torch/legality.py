@@ -26,6 +26,7 @@ FIELDS: Final[Fields] = {
     "model.fp8": Refused(),
     "parallel.context_parallel_size": Refused(),
     "parallel.sequence_parallel": Refused(),
+    "parallel.tp_comm_overlap": Refused(),
     "parallel.use_distributed_optimizer": Refused(),
     "megatron_args": Refused("engine torch has no such arguments"),
     "data.vocab_file": NO_TOKENIZER,

@@ -53,6 +53,8 @@ class CudaDriver:
     """The CUDA version that it supports."""
     capabilities: tuple[str, ...] = ()
     """The compute capability of each device, such as ``9.0``."""
+    multicast: bool = False
+    """Whether a write can reach several devices at once, on every device."""
 
 
 def cuda_driver() -> CudaDriver:
@@ -74,17 +76,20 @@ def cuda_driver() -> CudaDriver:
     supported = f"{version.value // 1000}.{version.value % 1000 // 10}"
     if not count.value:
         return CudaDriver("cuDeviceGetCount found no device", supported)
-    return CudaDriver(None, supported, tuple(_capability(driver, number) for number in range(count.value)))
+    devices = range(count.value)
+    capabilities = [f"{_attribute(driver, number, 75)}.{_attribute(driver, number, 76)}" for number in devices]
+    return CudaDriver(
+        None, supported, tuple(capabilities), all(_attribute(driver, number, 132) == 1 for number in devices)
+    )
 
 
-def _capability(driver: ctypes.CDLL, number: int) -> str:
+def _attribute(driver: ctypes.CDLL, number: int, attribute: int) -> int:
+    """Returns an attribute by its number in cuda.h: 75 and 76 are COMPUTE_CAPABILITY_MAJOR and _MINOR, 132 is
+    MULTICAST_SUPPORTED, which drivers before CUDA 12.1 refuse."""
     device, value = ctypes.c_int(0), ctypes.c_int(0)
     driver.cuDeviceGet(ctypes.byref(device), number)
-    parts = []
-    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        parts.append(str(value.value))
-    return ".".join(parts)
+    driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return value.value
 
 
 def _library() -> str:

@@ -11,6 +11,7 @@ from tridock.contracts import run_folder
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
 from tridock.contracts.supervision import contract
 from tridock.node.probes import ports
+from tridock.node.probes.accelerators import cuda_driver
 from tridock.node.probes.limits_and_space import memory
 
 
@@ -21,6 +22,7 @@ def preflight(
     load: str | None = None,
     tokenizers: Sequence[str] = (),
     packages: Sequence[str] = (),
+    multicast: bool = False,
     head: bool,
     port: int | None,
 ) -> PreflightAnswer:
@@ -35,6 +37,7 @@ def preflight(
         loads=load is None or Path(load).is_dir(),
         has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
         missing_packages=tuple(name for name in packages if importlib.util.find_spec(name) is None),
+        multicast=cuda_driver().multicast if multicast else None,
         memory=memory(),
         rendezvous=ports.rendezvous_port(port) if head else None,
         image_manifest=_json(Path(run_folder.CODE, "manifest.json")) if head else None,

@@ -57,6 +57,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     bring = f"copy the data to the nodes: tridock data sync {session.cluster.hosts_option} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
     problems += package_problems(config, experiment, answers)
+    problems += multicast_problems(config, experiment, answers)
     problems += too_little_memory(config, experiment, plan, {node: it.memory for node, it in answers.items()})
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:
@@ -93,6 +94,7 @@ def check_files(
         if answer.files[name] is None
     ]
     problems += package_problems(config, experiment, {"localhost": answer})
+    problems += multicast_problems(config, experiment, {"localhost": answer})
     # Every machine of a run without ssh has as many ranks as this one.
     problems += too_little_memory(
         config, experiment, plan, dict.fromkeys((it.node for it in plan.ranks), answer.memory)
@@ -106,6 +108,8 @@ def check_files(
 def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
     """Returns the ``tridock.node`` arguments that query a node for the experiment's needs; the head reports more."""
     argv = ["preflight", *(f"--package={name}" for name in engine_of(experiment).packages(experiment))]
+    if engine_of(experiment).needs_multicast(experiment):
+        argv.append("--multicast")
     if head:
         port = experiment.launch.master_port
         argv += ["--head", *(() if port is None else ("--port", str(port)))]
@@ -179,6 +183,16 @@ def package_problems(config: Path, experiment: Experiment, answers: Mapping[str,
     for name, field in engine_of(experiment).packages(experiment).items():
         if nodes := [node for node, answer in answers.items() if name in answer.missing_packages]:
             yield Problem(f"{config}: {field}", f"needs the Python package {name}", f"not on {', '.join(nodes)}", todo)
+
+
+def multicast_problems(
+    config: Path, experiment: Experiment, answers: Mapping[str, PreflightAnswer]
+) -> Iterator[Problem]:
+    """Yields nodes with a GPU that has no CUDA multicast, if the run needs it."""
+    nodes = [node for node, answer in answers.items() if answer.multicast is False]
+    if engine_of(experiment).needs_multicast(experiment) and nodes:
+        what, todo = "needs GPUs with CUDA multicast (Hopper and newer, with NVSwitch)", "leave it out"
+        yield Problem(f"{config}: parallel.tp_comm_overlap", what, f"none on {', '.join(nodes)}", todo)
 
 
 def too_little_memory(

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tridock.errors import Problem, RequestError
-from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
 from tridock.train.compiler import compiler_problems
 from tridock.train.huggingface.weights import Pretrained
+from tridock.train.megatron_core import user_buffers
 from tridock.train.megatron_core.attention import FusedAttention
 from tridock.train.megatron_core.names import parts_of
 from tridock.train.models.cross_entropy import token_losses
@@ -72,6 +72,8 @@ def build_chunks(
     The vocabulary has ``tokens`` entries, and the embedding ``padded`` rows, a multiple for tensor parallelism.
     """
     config = transformer_config(experiment, device)
+    if config.transformer_impl == "transformer_engine":
+        config.tp_comm_overlap = user_buffers.begin(experiment, user_buffers.local_ranks())
     model, virtual = experiment.model, experiment.parallel.virtual_pipeline_model_parallel_size
     chunks: list[nn.Module] = []
     for number in range(virtual):
@@ -159,7 +161,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         apply_rope_fusion=False,  # transformer-engine's
         bias_dropout_fusion=fused,
         finalize_model_grads_func=finalize_model_grads,
-        transformer_impl=implementation(model, device, dtype),
+        transformer_impl=implementation(experiment, device, dtype),
         fp8=model.fp8,
         fp8_recipe="tensorwise",  # delayed scaling has a state of each layer, which checkpoints would have to keep
     )
@@ -229,9 +231,10 @@ def block_spec(config: TransformerConfig, stage: int | None) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=Norm)
 
 
-def implementation(model: Model, device: torch.device, dtype: torch.dtype) -> str:
+def implementation(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> str:
     """Returns whose layers are used: those that the experiment names, else transformer-engine's where its attention is
     fused. Raises :class:`RequestError` if the experiment needs transformer-engine's and they cannot be used."""
+    model = experiment.model
     if model.transformer_impl not in (None, "transformer_engine"):
         return "local"
     lacks = "a GPU" if device.type != "cuda" else "" if has_transformer_engine() else "the package transformer_engine"
@@ -239,10 +242,14 @@ def implementation(model: Model, device: torch.device, dtype: torch.dtype) -> st
         lacks = "its fused attention: that needs bf16 or fp16, and compute capability 8.0"
     elif not lacks and model.fp8 is not None and torch.cuda.get_device_capability() < (8, 9):
         lacks = "fp8: that needs compute capability 8.9"
-    needed = {"fp8": model.fp8, "transformer_impl": model.transformer_impl}
+    needed = {
+        "model.fp8": model.fp8,
+        "model.transformer_impl": model.transformer_impl,
+        "parallel.tp_comm_overlap": "true" if experiment.parallel.tp_comm_overlap else None,
+    }
     if lacks and (field := next((name for name, value in needed.items() if value is not None), None)):
         what, todo = f"needs TransformerEngine, and this rank lacks {lacks}", "leave it out"
-        raise RequestError(Problem(f"model.{field}", what, str(needed[field]), todo))
+        raise RequestError(Problem(field, what, str(needed[field]), todo))
     return "local" if lacks else "transformer_engine"
 
 

@@ -1,0 +1,81 @@
+"""TransformerEngine's user buffers, by which tensor parallel ranks exchange parts of a matrix beside its products."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from tridock.engines.megatron_core import overlap
+from tridock.errors import Problem, RequestError
+from tridock.experiment.schema import Experiment
+
+_BOOTSTRAP: Final = "nccl"
+"""What exchanges the buffers' handles, as in Megatron; TransformerEngine's own default, MPI, needs mpirun."""
+
+
+def begin(experiment: Experiment, local_ranks: int) -> bool:
+    """Makes the buffers if every rank can use them; returns whether. A collective, after the layout's groups.
+
+    Raises :class:`RequestError` on every rank if the experiment asks for them and a rank cannot use them.
+    """
+    asked = bool(experiment.parallel.tp_comm_overlap)
+    if not overlap.is_possible(experiment, local_ranks):
+        if asked:  # as `tridock plan` says where it knows the nodes
+            problems = list(overlap.node_problems(experiment, local_ranks))
+            raise RequestError(problems or list(overlap.problems(experiment)))
+        return False
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, _lacks(experiment))
+    if lacks := {text: rank for rank, text in reversed(list(enumerate(found))) if text}:
+        rank, text = min((rank, text) for text, rank in lacks.items())
+        if asked:
+            what = f"rank {rank} lacks {text}"
+            raise RequestError(Problem(overlap.FIELD, what, "true", "leave it out, or set it to false"))
+        _note(f"tp_comm_overlap is off: rank {rank} lacks {text}")
+        return False
+    _note(f"tp_comm_overlap is on; {overlap.FIELD}: false turns it off")
+    _make(experiment)
+    return True
+
+
+def _note(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"note: {text}", flush=True)
+
+
+def _lacks(experiment: Experiment) -> str:
+    """Returns what this rank's GPU or TransformerEngine lacks; empty if nothing."""
+    import transformer_engine_torch as kernels
+    from transformer_engine.pytorch.module.base import initialize_ub
+
+    if "bootstrap_backend" not in inspect.signature(initialize_ub).parameters:
+        return "TransformerEngine 1.9 or newer"
+    if kernels.ubuf_built_with_mpi():
+        return "a TransformerEngine whose user buffers start without MPI (NVTE_UB_WITH_MPI)"
+    if not kernels.device_supports_multicast() and not overlap.uses_ipc(experiment):
+        return "CUDA multicast"
+    return ""
+
+
+def _make(experiment: Experiment) -> None:
+    from transformer_engine.pytorch.module import base
+
+    base.destroy_ub()  # of an earlier model of this process
+    options: dict[str, Any] = {"bootstrap_backend": _BOOTSTRAP, "dtype": torch.bfloat16}
+    is_fp8 = experiment.model.fp8 is not None
+    if "quantization_modes" in inspect.signature(base.initialize_ub).parameters:  # since 2.7
+        modes = base.UserBufferQuantizationMode
+        options["quantization_modes"] = [modes.FP8 if is_fp8 else modes.NONE]
+    else:
+        options["use_fp8"] = is_fp8
+    shape, size = list(overlap.buffer_shape(experiment)), experiment.parallel.tensor_model_parallel_size
+    base.initialize_ub(shape, size, **options)
+
+
+def local_ranks() -> int:
+    """Returns the ranks of this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())

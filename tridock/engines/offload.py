@@ -15,7 +15,7 @@ OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.off
 OFFLOAD: Final = (OPTIMIZER, PARAM)
 """Options of a DeepSpeed JSON, each a mapping."""
 _KINDS: Final = {"device": ("cpu", "none"), "pin_memory": (True, False)}
-_NVME: Final = "DeepSpeed reads and writes NVMe by its op async_io, which the images lack"
+_NVME: Final = "DeepSpeed 0.19.8 resumes such a run with other states, without a message"
 _ADAM_BYTES: Final = 30
 """Bytes that Adam reads and writes on the host for each weight: it reads the fp32 weight, gradient and two moments
 (16), writes all but the gradient (12), and writes the weight in the 16-bit format (2)."""

@@ -223,8 +223,8 @@ def test_offloads_that_do_not_work_are_refused() -> None:
         "offload_param": CPU,
     }
     assert refused({"zero_optimization": wrong}, parallel={"zero_stage": 2}) == [
-        "e.yaml: deepspeed.zero_optimization.offload_optimizer.device: DeepSpeed reads and writes NVMe by its op "
-        "async_io, which the images lack; got nvme; set it to cpu",
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer.device: DeepSpeed 0.19.8 resumes such a run with other "
+        "states, without a message; got nvme; set it to cpu",
         "e.yaml: deepspeed.zero_optimization.offload_optimizer.nvme_path: does not reach DeepSpeed; got /local; "
         "leave it out",
         "e.yaml: deepspeed.zero_optimization.offload_optimizer.pin_memory: must be true or false; got 1; write one",

@@ -74,7 +74,7 @@ MIXTRAL = {
     "model.untie_embeddings_and_output_weights": True,
     "train.save_interval": 5,
 }
-SHARED = {"model.moe_shared_expert_intermediate_size": 24}
+SHARED = {"model.moe_shared_expert_intermediate_size": 24, "model.moe_shared_expert_gate": True}
 MIXTURE_LAYOUTS: Layouts = {
     name: (ranks, {**MIXTRAL, **layout})
     for name, (ranks, layout) in {

@@ -91,6 +91,11 @@ class Gpu:
         return self.memory_mib * MIB
 
     @property
+    def stepwise_norms(self) -> bool:
+        """Whether the torch of its base image, 2.6 for V100, has no kernel for RMSNorm."""
+        return self.kernels is _VOLTA
+
+    @property
     def has_multicast(self) -> bool:
         """Whether one write reaches all GPUs of a node: from Hopper on, through NVSwitch."""
         return self.tflops_8 is not None and (self.link_gb_s or 0) >= _NVSWITCH_GB_S

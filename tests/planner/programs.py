@@ -105,9 +105,18 @@ class Torchtitan(Torch):
         return head_inputs(sizes) + 3 * sizes.tokens * rows * 4
 
     def activation_terms(
-        self, experiment: Experiment, stage: int, accumulation: int, device: Device, attention: Attention = "fused"
+        self,
+        experiment: Experiment,
+        stage: int,
+        accumulation: int,
+        device: Device,
+        attention: Attention = "fused",
+        *,
+        stepwise_norms: bool = False,
     ) -> list[Term]:
-        terms = super().activation_terms(experiment, stage, accumulation, device, attention)
+        terms = super().activation_terms(
+            experiment, stage, accumulation, device, attention, stepwise_norms=stepwise_norms
+        )
         if self._selective:
             sizes, model = self.sizes(experiment, device), experiment.model
             values = sizes.heads * model.key_size / model.attention_size

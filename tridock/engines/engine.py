@@ -12,7 +12,7 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout import Plan
-from tridock.layout.activations import Attention, Sizes, activation_terms, head_bytes, with_scores
+from tridock.layout.activations import Attention, Sizes, activation_terms, head_bytes, with_scores, with_stepwise_norms
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
@@ -146,11 +146,20 @@ class Engine(ABC):
         return head_bytes(experiment, sizes, self.rows_of_vocabulary(experiment), chunked=self.chunks_loss)
 
     def activation_terms(
-        self, experiment: Experiment, stage: int, accumulation: int, device: Device, attention: Attention = "fused"
+        self,
+        experiment: Experiment,
+        stage: int,
+        accumulation: int,
+        device: Device,
+        attention: Attention = "fused",
+        *,
+        stepwise_norms: bool = False,
     ) -> list[Term]:
-        """Returns the activation memory of a step, on a rank of this stage."""
+        """Returns the activation memory of a step, on a rank of this stage. ``stepwise_norms``: of a torch without an
+        RMSNorm kernel."""
         sizes = self.sizes(experiment, device)
         sizes = with_scores(experiment, sizes) if attention == "unfused" else sizes
+        sizes = with_stepwise_norms(experiment, sizes) if stepwise_norms else sizes
         head = self.head_bytes(experiment, sizes, in_flight(experiment, stage, accumulation))
         messages = self.message_bytes(experiment, stage, accumulation, sizes)
         return activation_terms(experiment, stage, accumulation, sizes, head, messages)

@@ -227,6 +227,17 @@ def with_scores(experiment: Experiment, sizes: Sizes) -> Sizes:
     return replace(sizes, attention=scores * (sizes.short + (1 + sizes.short if dropout else 0)))
 
 
+def with_stepwise_norms(experiment: Experiment, sizes: Sizes) -> Sizes:
+    """Returns the tensors with an RMSNorm of several operations, as on GPUs in torch 2.6 (counted there): it keeps its
+    input in fp32 and what it has divided, 4 bytes more for each element than a kernel that keeps its input."""
+    model = experiment.model
+    if model.normalization == "LayerNorm":
+        return sizes
+    heads = model.attention_size + model.key_size if model.qk_layernorm else 0
+    of_heads = 4 * sizes.tokens * heads / experiment.parallel.tensor_model_parallel_size
+    return replace(sizes, norm=sizes.norm + 4 * sizes.between / sizes.short, inner=sizes.inner + of_heads)
+
+
 def layer_bytes(sizes: Sizes) -> float:
     """Returns the bytes of one layer without recomputation: Korthikanti et al. 2022, equation 2, term by term."""
     inside = sizes.inputs + sizes.inner + sizes.mlp

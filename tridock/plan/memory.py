@@ -125,11 +125,15 @@ def memory_of_stage(
     took less memory than its plan.
     """
     device: Device = "cpu" if gpu is None else "cuda"
+    stepwise = gpu is not None and gpu.stepwise_norms
     train = experiment.train
     copies = train.save and train.async_save and train.save_interval > 0
     weights = engine_of(experiment).parameters(experiment, stage)
     states = engine_of(experiment).states(experiment, weights, shape, device)
-    terms = [*_persistent(states, weights.total), *_temporary(experiment, stage, shape, states, device, attention)]
+    terms = [
+        *_persistent(states, weights.total),
+        *_temporary(experiment, stage, shape, states, device, attention, stepwise),
+    ]
     excess = max(0, states.startup - total_bytes(terms))
     terms.append(Term("start-up", excess, "weights that are there twice, or whole, before the first step"))
     if correction is not None and gpu is not None:
@@ -163,10 +167,18 @@ def _persistent(states: States, count: int) -> Iterator[Term]:
 
 
 def _temporary(
-    experiment: Experiment, stage: int, shape: Shape, states: States, device: Device, attention: Attention
+    experiment: Experiment,
+    stage: int,
+    shape: Shape,
+    states: States,
+    device: Device,
+    attention: Attention,
+    stepwise_norms: bool,
 ) -> Iterator[Term]:
     """Yields the temporary memory of a step: of its backward passes or, if larger, of the optimizer step."""
-    terms = engine_of(experiment).activation_terms(experiment, stage, shape.accumulation, device, attention)
+    terms = engine_of(experiment).activation_terms(
+        experiment, stage, shape.accumulation, device, attention, stepwise_norms=stepwise_norms
+    )
     yield from terms
     yield Term("gathered weights", states.gathered, "ZeRO 3: 1e9 and a tensor; FSDP2: embeddings and last norm")
     yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")

@@ -98,9 +98,18 @@ class MegatronCore(Engine):
         return transformer_engine.sizes(experiment, local) if transformer_engine.is_used(experiment, device) else local
 
     def activation_terms(
-        self, experiment: Experiment, stage: int, accumulation: int, device: Device, attention: Attention = "fused"
+        self,
+        experiment: Experiment,
+        stage: int,
+        accumulation: int,
+        device: Device,
+        attention: Attention = "fused",
+        *,
+        stepwise_norms: bool = False,
     ) -> list[Term]:
-        terms = super().activation_terms(experiment, stage, accumulation, device, attention)
+        terms = super().activation_terms(
+            experiment, stage, accumulation, device, attention, stepwise_norms=stepwise_norms
+        )
         if transformer_engine.is_used(experiment, device):
             terms += transformer_engine.terms(experiment, stage)
         return terms

@@ -91,10 +91,19 @@ class Torch(Engine):
         return head_bytes(experiment, sizes, rows, chunked=True, forward=cached) + cast + further
 
     def activation_terms(
-        self, experiment: Experiment, stage: int, accumulation: int, device: Device, attention: Attention = "fused"
+        self,
+        experiment: Experiment,
+        stage: int,
+        accumulation: int,
+        device: Device,
+        attention: Attention = "fused",
+        *,
+        stepwise_norms: bool = False,
     ) -> list[Term]:
         if not experiment.model.is_vision:
-            return super().activation_terms(experiment, stage, accumulation, device, attention)
+            return super().activation_terms(
+                experiment, stage, accumulation, device, attention, stepwise_norms=stepwise_norms
+            )
         # Within 2 % of a CPU rank's memory (tests/unit/train).
         short = FORMAT_BYTES[experiment.precision]
         kept = kept_elements(experiment.model) * experiment.batch.micro_batch_size * short

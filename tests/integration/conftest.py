@@ -126,9 +126,10 @@ def secrets(tmp_path: Path) -> Callable[..., Mapping[str, Path]]:
         cluster = load_cluster(hostfile)
         keys = ClusterKeys.generate(nodes)
         folders = {node: tmp_path / "secrets" / uuid.uuid4().hex / node for node in nodes}
+        files_of = node_files(cluster, keys)
         for node, folder in folders.items():
             folder.mkdir(parents=True)
-            for name, content in node_files(cluster, keys, node).items():
+            for name, content in files_of(node).items():
                 (folder / name).write_bytes(content)
                 (folder / name).chmod(0o600)
                 os.chown(folder / name, uid, uid)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -115,19 +115,23 @@ SSH_CONFIG: Final = "ssh_config"
 NODE_FILES: Final = (CLIENT_KEY, CLIENT_PUBLIC, AUTHORIZED_KEYS, HOST_KEY, HOST_PUBLIC, KNOWN_HOSTS, SSH_CONFIG)
 
 
-def node_files(cluster: Cluster, keys: ClusterKeys, node: str) -> dict[str, bytes]:
-    """Returns the content of every file in a node's secrets folder, by name."""
-    host_key = keys.hosts[node]
+def node_files(cluster: Cluster, keys: ClusterKeys) -> Callable[[str], dict[str, bytes]]:
+    """Returns the function from a node to its secrets folder's files, by name. Only the host key differs."""
     comment = f"tridock-{cluster.name}"
-    return {
+    common = {
         CLIENT_KEY: keys.client.private,
         CLIENT_PUBLIC: f"{keys.client.public} {comment}\n".encode(),
         AUTHORIZED_KEYS: authorized_keys(cluster, keys).encode(),
-        HOST_KEY: host_key.private,
-        HOST_PUBLIC: f"{host_key.public} {comment}-{node}\n".encode(),
         KNOWN_HOSTS: known_hosts(cluster, keys).encode(),
         SSH_CONFIG: ssh_config(cluster).encode(),
     }
+
+    def files_of(node: str) -> dict[str, bytes]:
+        host_key = keys.hosts[node]
+        own = {HOST_KEY: host_key.private, HOST_PUBLIC: f"{host_key.public} {comment}-{node}\n".encode()}
+        return {**common, **own}
+
+    return files_of
 
 
 def authorized_keys(cluster: Cluster, keys: ClusterKeys) -> str:

@@ -91,13 +91,12 @@ def test_json_of_another_kind_is_a_value_error(content: bytes) -> None:
 
 def test_a_nodes_files(cluster: Cluster) -> None:
     keys = ClusterKeys.generate(node.name for node in cluster.nodes)
-    files = node_files(cluster, keys, "Node-1")
-    assert tuple(files) == NODE_FILES
+    files, other = map(node_files(cluster, keys), ("Node-1", "10.0.0.2"))
+    assert sorted(files) == sorted(other) == sorted(NODE_FILES)
     assert files["authorized_keys"].decode() == f"restrict,pty {keys.client.public} tridock-lab\n"
     assert files["id_ed25519"] == keys.client.private
     assert files["ssh_host_ed25519_key"] == keys.hosts["Node-1"].private
     assert files["ssh_host_ed25519_key.pub"].decode() == f"{keys.hosts['Node-1'].public} tridock-lab-Node-1\n"
-    other = node_files(cluster, keys, "10.0.0.2")
     assert other["ssh_host_ed25519_key"] not in files.values()
 
 

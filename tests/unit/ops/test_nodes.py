@@ -55,6 +55,20 @@ def test_nodes_of_another_folder_are_refused(session: Session, monkeypatch: pyte
     )
 
 
+def test_hosts_that_all_answer_give_their_facts_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, asked = dict(session.states()), list[str]()
+
+    def read_state(node: str, _: object) -> HostState:
+        asked.append(node)
+        return states[node]
+
+    monkeypatch.setattr(session, "read_state", read_state)
+    session.forget_states()
+    there, failure = session.reachable()
+    assert (there.states(), session.states(), failure) == (states, states, None)
+    assert sorted(asked) == ["a", "b"]
+
+
 def test_where_all_is_right_nothing_is_done(session: Session) -> None:
     assert nodes.ensure_up(session) == IMAGE
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+import tridock
+from tests.unit.ops.conftest import Lab
 from tridock.command import Command
+from tridock.contracts import run_folder
 from tridock.contracts.supervision import Supervision
+from tridock.errors import ClusterError
 from tridock.launchers.run import RunBundle
+from tridock.ops.runs import command
+from tridock.ops.runs.code import read_code
 from tridock.ops.runs.launch import put_files
 
 
@@ -36,3 +46,50 @@ def test_a_node_gets_its_own_script_and_the_head_all() -> None:
         "c": common | {"launch-node-2.sh", "launch-resume-node-2.sh"},
         "spare": common,
     }
+
+
+@pytest.fixture
+def program(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> RunBundle:
+    """A run of train.py; the verbs of a node run here, and see the workspace that the node would."""
+
+    def inside(node: str, *argv: str, stdin: bytes | None = None, **_: object) -> Command:
+        own = (it.replace(run_folder.WORKSPACE, str(lab.workspace(node))) for it in argv[1:])
+        return Command.of("env", f"PYTHONPATH={Path(tridock.__file__).parents[1]}", sys.executable, *own, stdin=stdin)
+
+    monkeypatch.setattr(lab.session, "inside", inside)
+    lab.write("code/train.py", b"print(1)")
+    ranks = {"node-1": (0,), "node-2": (1,)}
+    files = {"supervision.json": Supervision("node-1", ranks, ("node-2",), 20000, 30.0).to_json().encode()}
+    files |= {f"launch-node-{rank}.sh": b"" for rank in range(2)}
+    files[run_folder.CODE_INDEX] = read_code(lab.project / "code").index.encode()
+    return RunBundle("demo", "/workspace/runs/demo", Command.of("true"), files)
+
+
+def test_a_programs_files_and_code_take_one_command_where_the_code_is_known(
+    lab: Lab, program: RunBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, ran = read_code(lab.project / "code"), list[str]()
+
+    def counted(node: str, host: Any) -> None:
+        pipe = host.pipe  # what host.run calls too
+        monkeypatch.setattr(host, "pipe", lambda *args, **rest: (ran.append(node), pipe(*args, **rest))[1])
+
+    command._put_files(lab.session, code, program)
+    lab.session.each(counted)
+    for node, script in (("node-1", {"launch-node-0.sh", "launch-node-1.sh"}), ("node-2", {"launch-node-1.sh"})):
+        run = lab.workspace(node) / "runs/demo"
+        assert (run / run_folder.CODE_COPY / "train.py").read_bytes() == b"print(1)"
+        assert {it.name for it in run.glob("launch-*")} == script
+        (run / run_folder.CODE_COPY / "train.py").unlink()
+    command._put_files(lab.session, code, program)
+    assert (lab.workspace("node-2") / "runs/demo" / run_folder.CODE_COPY / "train.py").read_bytes() == b"print(1)"
+    assert sorted(ran) == ["node-1", "node-2"]
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(lab: Lab, program: RunBundle) -> None:
+    (lab.workspace("node-2") / "runs").mkdir(parents=True)
+    (lab.workspace("node-2") / "runs/demo").write_text("a file")
+    with pytest.raises(ClusterError) as caught:
+        command._put_files(lab.session, read_code(lab.project / "code"), program)
+    folder = lab.workspace("node-2") / "runs/demo"
+    assert str(caught.value).startswith(f"node-2: `write into {folder}` failed with exit code 1; got mkdir:")

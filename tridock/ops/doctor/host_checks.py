@@ -13,11 +13,10 @@ from tridock.ops.image.ensure import wanted_image
 def check_hosts(session: Session, report: Report) -> Session:
     """The session with the hosts that answer."""
     there, failure = session.reachable()
-    missing = set(session.nodes) - set(there.nodes)
     for problem in failure.problems if failure else ():
         report.findings.append(fail("hosts", problem, "its node cannot be looked at, started or stopped"))
     report.seen["hosts"] = f"{len(there.nodes)} of {len(session.nodes)} answer"
-    return there if missing else session
+    return there
 
 
 def check_containers(session: Session, report: Report) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ command repairs what an interrupted one left. A node's folder is what its contai
 import fcntl
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +38,15 @@ class KeyStore:
         self._cluster = cluster
         self.folder = cluster.state_folder
         self._keys: ClusterKeys | None = None
+        self._files_of: Callable[[str], dict[str, bytes]] | None = None
 
     def on_file(self, nodes: Iterable[str]) -> dict[str, dict[str, bytes]]:
         """As :meth:`node_files` of each node, but creates and repairs nothing: without nodes that have no keys yet."""
         keys = self._read()
-        return {} if keys is None else {it: node_files(self._cluster, keys, it) for it in nodes if it in keys.hosts}
+        if keys is None:
+            return {}
+        files_of = node_files(self._cluster, keys)
+        return {it: files_of(it) for it in nodes if it in keys.hosts}
 
     def ensure(self) -> None:
         """Creates missing keys and repairs modes and folders; keys that are right stay the same."""
@@ -59,7 +63,9 @@ class KeyStore:
 
     def node_files(self, node: str) -> dict[str, bytes]:
         """File names and contents of one node's secrets folder."""
-        return node_files(self._cluster, self._loaded(), node)
+        self._loaded()
+        assert self._files_of is not None
+        return self._files_of(node)
 
     def node_folder(self, node: str) -> Path:
         """Where these files lie on the operator's machine."""
@@ -117,10 +123,11 @@ class KeyStore:
             write_atomic(path, keys.to_json(), _FILE_MODE)
         _set_mode(path, _FILE_MODE)
         self._keys = keys
+        files_of = self._files_of = node_files(self._cluster, keys)
         for node in self._cluster.nodes:
             folder = self.node_folder(node.name)
             self._make_folder(folder)
-            for name, content in node_files(self._cluster, keys, node.name).items():
+            for name, content in files_of(node.name).items():
                 _put(folder / name, content)
         self._remove_others({node.name for node in self._cluster.nodes})
 

@@ -103,7 +103,7 @@ class Session:
         For commands that show state, which users need most while a host is unreachable.
         """
         outcomes = on_all(self.hosts, self.read_state, cap=self.cluster.settings.ssh.max_connections)
-        there = copy.copy(self)
+        there = copy.copy(self) if any(not outcome.ok for outcome in outcomes.values()) else self
         there.hosts = {name: host for name, host in self.hosts.items() if outcomes[name].ok}
         there._states = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}
         try:
@@ -153,15 +153,18 @@ class Session:
 
         Raises :class:`ClusterError` if the verb fails, or if the node's image is of another version of Tridock.
         """
-        done = self.node_verb(node, *arguments, stdin=stdin, timeout=timeout)
+        return self.answer(node, kind, arguments[0], self.node_verb(node, *arguments, stdin=stdin, timeout=timeout))
+
+    def answer(self, node: str, kind: type[T], verb: str, done: Completed) -> T:
+        """Returns the answer of a node's verb that has ended; raises as :meth:`ask` does."""
         if done.exit_code == USAGE:
-            raise self.other_version(node, f"it does not know {arguments[0]}")
+            raise self.other_version(node, f"it does not know {verb}")
         if done.exit_code == _NOT_FOUND:
             raise self.other_version(node, f"it has no {run_folder.PYTHON}")
         try:
             return decode(kind, done.checked(node).stdout)
         except ValueError:
-            raise self.other_version(node, f"another form of answer to {arguments[0]}") from None
+            raise self.other_version(node, f"another form of answer to {verb}") from None
 
     def other_version(self, node: str, got: str) -> ClusterError:
         """The error of a node whose image is of another version of Tridock."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import PlacedCode, PreflightAnswer
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
@@ -19,12 +21,13 @@ from tridock.ops.doctor import check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.runs.code import Code, archive_of, code_of_run, read_code
-from tridock.ops.runs.launch import put_files, remove_files, start
+from tridock.ops.runs.launch import first_files, host_folder, remove_files, start
 from tridock.ops.runs.preflight import refuse_other_contract
 from tridock.ops.runs.provenance import Approve, provenance
 from tridock.ops.runs.registry import refuse_slots_in_use, require_queue_node, slots_in_use
 from tridock.ops.runs.sinks import check_on_head, sinks_of, with_cluster_sinks
 from tridock.remote import Host
+from tridock.remote.files import put_tree_command
 
 _TIMEOUT_S = 60.0
 _CODE_TIMEOUT_S = 600.0
@@ -82,17 +85,21 @@ def launch(
     if queue:
         require_queue_node(session)
     image_id = ensure_up(session)
+    ports: list[int] = []
+    questions: list[Callable[[], object]] = []
     if not share and not queue:
-        refuse_slots_in_use(session)
-    if check and not (queue and slots_in_use(session)):
-        check_quickly(session, on_cpu=prepared.experiment.env.get("DS_ACCELERATOR") == "cpu")
-    check_on_head(session, sinks)
-    port = _free_port(session, prepared.experiment.launch.master_port)
+        questions.append(lambda: refuse_slots_in_use(session))
+    if check and not (queue and slots_in_use(session)):  # busy devices would fail the checks
+        on_cpu = prepared.experiment.env.get("DS_ACCELERATOR") == "cpu"
+        questions.append(lambda: check_quickly(session, on_cpu=on_cpu))
+    questions.append(lambda: check_on_head(session, sinks))
+    questions.append(lambda: ports.append(_free_port(session, prepared.experiment.launch.master_port)))
+    session.at_once(*questions)
+    (port,) = ports
     bundle = _bundle(session, prepared, port, image_id=image_id)
     approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
     try:
-        _send_code(session, prepared.code, bundle.path)
-        put_files(session, bundle)
+        _put_files(session, prepared.code, bundle)
         return start(session, bundle, sinks, queue=queue)
     except (TridockError, KeyboardInterrupt):
         with suppress(TridockError):
@@ -100,22 +107,29 @@ def launch(
         raise
 
 
-def _send_code(session: Session, code: Code, run_path: str) -> None:
-    """Writes the code to the run's folder on every node; sends only the files that the node lacks."""
+def _put_files(session: Session, code: Code, bundle: RunBundle) -> None:
+    """Writes the run's first files and its code on every node; sends only the files of code that the node lacks."""
     by_content = {it.sha256: code.folder / name for name, it in code.files.items()}
     store = f"{run_folder.WORKSPACE}/runs/{run_folder.CODE_STORE}"
-
-    def place(node: str) -> tuple[str, ...]:
-        argv = ("place-code", run_path)
-        return session.ask(node, PlacedCode, *argv, stdin=code.index.encode(), timeout=_CODE_TIMEOUT_S).missing
+    files_on = first_files(session, bundle)
 
     def send(node: str, host: Host) -> None:
-        if missing := place(node):
+        folder = host_folder(session, node, bundle)
+        index = shlex.quote(f"{folder}/{run_folder.CODE_INDEX}")
+        place = session.inside(node, *NODE, "place-code", bundle.path, interactive=True)
+        write = put_tree_command(files_on(node), folder, 0o644)
+        # In one command: each further one is a round trip, and a shell on the host.
+        line = f"{write.render()} || exit 1; {place.render()} <{index}"
+        done = host.run(Command.of("sh", "-c", line, stdin=write.stdin), timeout=_CODE_TIMEOUT_S)
+        done = replace(done, command=f"write into {folder}")
+        if missing := session.answer(node, PlacedCode, "place-code", done).missing:
             archive = archive_of({sha256: by_content[sha256] for sha256 in missing})
             receive = session.inside(node, *NODE, "receive-files", store, interactive=True)
             host.pipe(archive, receive, timeout=_CODE_TIMEOUT_S).checked(node)
-            if missing := place(node):
-                got, todo = f"{len(missing)} files", "launch again: the folder has changed since it was read"
+            argv = ("place-code", bundle.path)
+            placed = session.ask(node, PlacedCode, *argv, stdin=code.index.encode(), timeout=_CODE_TIMEOUT_S)
+            if placed.missing:
+                got, todo = f"{len(placed.missing)} files", "launch again: the folder has changed since it was read"
                 raise RequestError(Problem(str(code.folder), f"did not arrive whole on {node}", got, todo))
 
     session.each(send)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +152,13 @@ def _share_secrets(session: Session, bundle: RunBundle, secrets: bytes | None) -
 
 
 def put_files(session: Session, bundle: RunBundle) -> None:
-    """Writes the first files of a run into its folder on every node: the scripts of other nodes only on the head.
+    """Writes the first files of a run into its folder on every node."""
+    files_on = first_files(session, bundle)
+    session.each(lambda node, host: host.put_tree(files_on(node), host_folder(session, node, bundle), mode=0o644))
+
+
+def first_files(session: Session, bundle: RunBundle) -> Callable[[str], Mapping[str, bytes]]:
+    """Returns the first files of a run by node: the scripts of other nodes only for the head.
 
     With the scripts of all nodes on each, the traffic would grow as the square of the nodes.
     """
@@ -162,19 +168,19 @@ def put_files(session: Session, bundle: RunBundle) -> None:
         rank = run_folder.node_rank_of(name)
         files = common if rank is None else own.setdefault(nodes[rank], {})
         files[name] = content
+    return lambda node: bundle.files if node == session.head else {**common, **own.get(node, {})}
 
-    def put(node: str, host: Host) -> None:
-        files = bundle.files if node == session.head else {**common, **own.get(node, {})}
-        host.put_tree(files, f"{session.workspace(node)}/runs/{bundle.run_id}", mode=0o644)
 
-    session.each(put)
+def host_folder(session: Session, node: str, bundle: RunBundle) -> str:
+    """Returns the run's folder on a node's host."""
+    return f"{session.workspace(node)}/runs/{bundle.run_id}"
 
 
 def remove_files(session: Session, bundle: RunBundle) -> None:
     """Removes the folder of a run that has not started from every node."""
 
     def remove(node: str, host: Host) -> None:
-        host.run(Command.of("rm", "-rf", f"{session.workspace(node)}/runs/{bundle.run_id}"), timeout=_TIMEOUT_S)
+        host.run(Command.of("rm", "-rf", host_folder(session, node, bundle)), timeout=_TIMEOUT_S)
 
     session.each(remove)
 

@@ -73,6 +73,7 @@ def on_gpu() -> Callable[..., Any]:
         "overlapped": (OVERLAPPED, 8, 6),
         "overlapped, recomputed": (OVERLAPPED | layouts.FULL, 8, 1),
         "overlapped, fp8": (OVERLAPPED | {"model.fp8": "hybrid"}, 8, 3),
+        "overlapped, rank 0": (OVERLAPPED, 8, 0),
         "overlapped, asked": (OVERLAPPED | {"parallel.tp_comm_overlap": True}, 8, 0),
         "overlapped, off": (OVERLAPPED | {"parallel.tp_comm_overlap": False}, 8, 0),
         "overlapped, by IPC": (OVERLAPPED | {"parallel.tp_comm_overlap": True, "env": {"UB_SKIPMC": "1"}}, 8, 0),
@@ -213,6 +214,22 @@ def test_the_overlap_is_off_without_multicast_or_if_the_experiment_says_so(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of 4 tensor parallel ranks
     with on_gpu("overlapped"):
         assert not user_buffers
+
+
+def test_a_run_that_does_not_ask_for_the_overlap_goes_on_where_its_buffers_cannot_start(
+    on_gpu: Callable[..., Any], user_buffers: list[UserBuffer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformer_engine.pytorch.module import base
+
+    error = RuntimeError("CUDA Error: operation not permitted")
+    broken = mock.patch.object(base, "initialize_ub", autospec=True, side_effect=error)
+    with broken, on_gpu("overlapped, rank 0") as (strategy, _, batches):
+        strategy.step(batches, 0.1)
+    assert not user_buffers
+    what = "note: tp_comm_overlap is off: rank 0 cannot start user buffers (CUDA Error: operation not permitted)\n"
+    assert what in capsys.readouterr().out
+    with broken, pytest.raises(RuntimeError, match="not permitted"), on_gpu("overlapped, asked"):
+        pass
 
 
 def test_matrices_of_fp8_are_quantized_once_a_step(on_gpu: Callable[..., Any]) -> None:

@@ -28,18 +28,30 @@ def begin(experiment: Experiment, local_ranks: int) -> bool:
             problems = list(overlap.node_problems(experiment, local_ranks))
             raise RequestError(problems or list(overlap.problems(experiment)))
         return False
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, _lacks(experiment))
-    if lacks := {text: rank for rank, text in reversed(list(enumerate(found))) if text}:
-        rank, text = min((rank, text) for text, rank in lacks.items())
+    if lacking := _first(_lacks(experiment)):
         if asked:
-            what = f"rank {rank} lacks {text}"
-            raise RequestError(Problem(overlap.FIELD, what, "true", "leave it out, or set it to false"))
-        _note(f"tp_comm_overlap is off: rank {rank} lacks {text}")
+            raise RequestError(Problem(overlap.FIELD, lacking, "true", "leave it out, or set it to false"))
+        _note(f"tp_comm_overlap is off: {lacking}")
+        return False
+    failure = ""
+    try:
+        _make(experiment)
+    except RuntimeError as error:  # of its library, or of CUDA: a container may lack what the GPU has
+        if asked:
+            raise
+        failure = f"cannot start user buffers ({(str(error).strip() or repr(error)).splitlines()[0]})"
+    if not asked and (failed := _first(failure)):
+        _note(f"tp_comm_overlap is off: {failed}")
         return False
     _note(f"tp_comm_overlap is on; {overlap.FIELD}: false turns it off")
-    _make(experiment)
     return True
+
+
+def _first(text: str) -> str:
+    """Returns the first rank that has a text, and its text; empty if none has. A collective."""
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, text)
+    return next((f"rank {rank} {text}" for rank, text in enumerate(found) if text), "")
 
 
 def _note(text: str) -> None:
@@ -48,16 +60,16 @@ def _note(text: str) -> None:
 
 
 def _lacks(experiment: Experiment) -> str:
-    """Returns what this rank's GPU or TransformerEngine lacks; empty if nothing."""
+    """Returns what this rank's GPU or TransformerEngine lacks, as `lacks …`; empty if nothing."""
     import transformer_engine_torch as kernels
     from transformer_engine.pytorch.module.base import initialize_ub
 
     if "bootstrap_backend" not in inspect.signature(initialize_ub).parameters:
-        return "TransformerEngine 1.9 or newer"
+        return "lacks TransformerEngine 1.9 or newer"
     if kernels.ubuf_built_with_mpi():
-        return "a TransformerEngine whose user buffers start without MPI (NVTE_UB_WITH_MPI)"
+        return "lacks a TransformerEngine whose user buffers start without MPI (NVTE_UB_WITH_MPI)"
     if not kernels.device_supports_multicast() and not overlap.uses_ipc(experiment):
-        return "CUDA multicast"
+        return "lacks CUDA multicast"
     return ""
 
 

@@ -18,6 +18,7 @@ from tridock.experiment import Experiment, dump_experiment
 ITERATIONS = 20
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 VPP, CP = "parallel.virtual_pipeline_model_parallel_size", "parallel.context_parallel_size"
+FIRST, LAST = "parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers"
 SP, DISTRIBUTED = "parallel.sequence_parallel", "parallel.use_distributed_optimizer"
 GRANULARITY, METHOD = "model.recompute_granularity", "model.recompute_method"
 GROUP = "model.recompute_num_layers"
@@ -33,14 +34,16 @@ LAYOUTS: Layouts = {
     "tp2-sp": (2, {TP: 2, SP: True}),
     "pp2": (2, {PP: 2}),
     "pp2-vpp2": (2, {PP: 2, VPP: 2, GRANULARITY: "full", METHOD: "block", GROUP: 1}),
+    "pp2-unequal": (2, {PP: 2, FIRST: 3}),
     "cp2": (2, {CP: 2}),
     "tp2-pp2": (4, {TP: 2, PP: 2}),
+    "pp3-unequal": (3, {PP: 3, FIRST: 1, LAST: 1}),
     "tp2-sp-cp2": (4, {TP: 2, SP: True, CP: 2, DISTRIBUTED: True}),
     "pp2-dp2-neighbours": (4, {PP: 2, "parallel.use_tp_pp_dp_mapping": True}),
     "pp2-vpp2-dp2": (4, {PP: 2, VPP: 2, DISTRIBUTED: True}),
 }
 # With each way to share a model out among them, and the checkpoints that continue on another layout.
-SOME = ("one", "dp2-distributed-optimizer", "tp2", "pp2-vpp2", "tp2-pp2", "tp2-sp-cp2")
+SOME = ("one", "dp2-distributed-optimizer", "tp2", "pp2-vpp2", "pp2-unequal", "tp2-pp2", "tp2-sp-cp2")
 LLAMA = {
     "model.num_query_groups": 2,
     "model.ffn_hidden_size": 96,
@@ -130,6 +133,7 @@ CHANGED: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "tp2 to pp2": ("tp2", 2, {PP: 2}),
     "tp2-pp2 to dp2": ("tp2-pp2", 2, {}),
     "one to pp2-vpp2": ("one", 2, {PP: 2, VPP: 2}),
+    "pp2-unequal to tp2": ("pp2-unequal", 2, {TP: 2}),
     "dp2-distributed-optimizer to tp2": ("dp2-distributed-optimizer", 2, {TP: 2, DISTRIBUTED: True}),
 }
 

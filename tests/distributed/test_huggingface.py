@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "core-dp2": (2, {**CORE, "parallel.use_distributed_optimizer": True}),
     "core-tp2": (2, {**CORE, TP: 2, SP: True}),
     "core-pp2-vpp2": (2, {**CORE, PP: 2, VPP: 2}),
+    "core-pp2-unequal": (2, {**CORE, PP: 2, "parallel.decoder_first_pipeline_num_layers": 1}),
     "core-tp2-pp2": (4, {**CORE, TP: 2, PP: 2}),
 }
 EP = "parallel.expert_model_parallel_size"
@@ -62,7 +63,10 @@ CASES = {
     for kind, (layout, (_, fields)) in product(KINDS, LAYOUTS.items())
     if (layout in OF_MIXTURES if kind in MIXTURES else EP not in fields)
 }
-SOME_CASES = ("gpt2-zero3", "llama-core-pp2-vpp2", "qwen3-tp2", "qwen3-core-tp2", "qwen2-moe-core-tp2-ep2")
+SOME_CASES = (
+    *("gpt2-zero3", "llama-core-pp2-vpp2", "llama-core-pp2-unequal", "qwen3-tp2", "qwen3-core-tp2"),
+    "qwen2-moe-core-tp2-ep2",
+)
 STILL = {
     "model.num_layers": 4, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "train.train_iters": 1, "train.save": True,
     "optimizer.lr_warmup_iters": 0, "model.make_vocab_size_divisible_by": 96,

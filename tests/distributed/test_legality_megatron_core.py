@@ -59,6 +59,40 @@ def test_sizes(accepted: int, refused: int, least: int) -> None:
     agree(cases, PROGRAM)
 
 
+def unequal_stages() -> Iterator[Case]:
+    """First and last stages with their own numbers of layers.
+
+    Numbers that leave fewer layers than stages are not here: the engine takes some, and builds another model.
+    """
+    numbers = (None, 1, 2, 3, 4, 6)
+    for layers, stages, virtual, first, last, number in product(
+        (4, 6, 8), (1, 2, 3, 4), (1, 2), numbers, numbers, (None, 2)
+    ):
+        given, between = (first or 0) + (last or 0), stages - (first is not None) - (last is not None)
+        if given + between > layers or (stages == 1 and None not in (first, last)):
+            continue
+        if number and stages > 2:
+            continue  # no rank of a stage in between is built
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": number}
+        parallel = {
+            "pipeline_model_parallel_size": stages,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "decoder_first_pipeline_num_layers": first,
+            "decoder_last_pipeline_num_layers": last,
+        }
+        batch = {"micro_batch_size": 1, "global_batch_size": stages}
+        yield case(stages, {"num_layers": layers, **(recompute if number else {})}, parallel, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused", "least"), [(30, 6, 60), pytest.param(300, 60, 300, marks=pytest.mark.full)]
+)
+def test_unequal_stages(accepted: int, refused: int, least: int) -> None:
+    cases = chosen(unequal_stages(), accepted, refused)
+    assert len(cases) > least
+    agree(cases, PROGRAM)
+
+
 def test_recomputation() -> None:
     methods = product(("full", "selective"), (None, "uniform", "block"), (None, 1, 2, 3, 4, 5, 6))
     layouts = [(1, 1, 6), (2, 1, 6), (2, 2, 4)]

@@ -101,6 +101,24 @@ def megatron_core_cases(of_each: int) -> list[Case]:
     return [one for members in kinds.values() for one in chance.sample(members, min(len(members), of_each))]
 
 
+def unequal_cases() -> Iterator[Case]:
+    """Own numbers of layers of the first and the last stage."""
+    numbers = product((3, 4), (1, 2), (None, 2, 4), (None, 2, 6))
+    for (stages, virtual, first, last), kind in product(numbers, KINDS[:2]):
+        model = {
+            "num_layers": 12,
+            "hidden_size": 12,
+            "num_attention_heads": 4,
+            "seq_length": 8,
+            "vocab_size": 96,
+            **kind,
+        }
+        own = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+        one = case("megatron-core", model, {PP: stages, VPP: virtual, **own})
+        if not layout_problems(one.experiment, one.world_size):
+            yield one
+
+
 def mixture_cases() -> Iterator[Case]:
     """Expert parallelism, with whole experts and with experts split by tensor parallelism."""
     sizes = {"num_layers": 4, "hidden_size": 12, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 96}
@@ -145,6 +163,13 @@ def test_megatron_core(of_each: int, least: int) -> None:
     cases = megatron_core_cases(of_each)
     assert len(cases) > least
     assert {one.world_size for one in cases} >= {1, 2, 3, 4, 6, 8, 12, 16}
+    agree(cases, counted("megatron-core", cases, [()] * len(cases)))
+
+
+def test_unequal_stages() -> None:
+    pytest.importorskip("megatron.core", exc_type=ImportError)
+    cases = list(unequal_cases())[::2]
+    assert len(cases) > 8
     agree(cases, counted("megatron-core", cases, [()] * len(cases)))
 
 

@@ -154,10 +154,14 @@ def test_the_best_layouts_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{hours:,.1f} GPU hours, which cost {2 * hours:,.2f} at 2 each" in shown.partition("Best layout:")[2]
 
 
-def searched(capsys: pytest.CaptureFixture[str], path: Path, fields: dict[str, Any], *options: str) -> list[set[str]]:
-    """The options of every layout that was found, the best first."""
+def write(path: Path, fields: dict[str, Any]) -> None:
     base = {"name": "e", "data": {"data_path": "data/x"}, "train": {"train_iters": 3}}
     path.write_text(yaml.safe_dump({**base, **fields}))
+
+
+def searched(capsys: pytest.CaptureFixture[str], path: Path, fields: dict[str, Any], *options: str) -> list[set[str]]:
+    """The options of every layout that was found, the best first."""
+    write(path, fields)
     return [set(one["set"]) for one in document(capsys, str(path), "--search", *options)["found"]]
 
 
@@ -202,6 +206,33 @@ def test_a_search_has_each_layout_once(capsys: pytest.CaptureFixture[str], tmp_p
     assert set() in found
     assert twice not in found
     assert {"parallel.tensor_model_parallel_size=8", *twice} not in found
+
+
+LLAMA = {"engine": "megatron-core", "precision": "bf16", "batch": {"micro_batch_size": 1, "global_batch_size": 64}}
+PIPELINE = "parallel.pipeline_model_parallel_size=4"
+
+
+def test_a_search_relieves_the_last_stage_of_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Llama 3's output layer takes as long as two to three of the 8B model's layers: it has 32."""
+    fields = {**LLAMA, "model": {"preset": "llama-3.1-8b", "seq_length": 8192}}
+    write(tmp_path / "e.yaml", fields)
+    arguments = (str(tmp_path / "e.yaml"), "--nodes", "1", "--gpus-per-node", "4", "--gpu", "h200", "--search")
+    times = {frozenset(one["set"]): one["seconds"] for one in document(capsys, *arguments)["found"]}
+    own = {f"parallel.decoder_{which}_pipeline_num_layers=7" for which in ("first", "last")}
+    pairs = [(times[one], times[one - own]) for one in times if {PIPELINE, *own} <= one and one - own in times]
+    assert all(unequal < equal for unequal, equal in pairs)
+    assert any(unequal < 0.95 * equal for unequal, equal in pairs)
+
+
+def test_a_search_finds_stages_for_layers_that_do_not_divide(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As Llama 3's 405B: 126 layers on 16 stages, one less on the first and the last. Here 14 layers on 4."""
+    fields = {**LLAMA, "model": {**WIDE, "num_layers": 14, "seq_length": 2048, "vocab_size": 1000}}
+    found = searched(capsys, tmp_path / "e.yaml", fields, "--nodes", "1", "--gpu", "h100")
+    own = {f"parallel.decoder_{which}_pipeline_num_layers=3" for which in ("first", "last")}
+    assert any({PIPELINE, *own} <= one for one in found)
+    assert all("parallel.decoder_" in " ".join(one) for one in found if PIPELINE in one)
 
 
 def test_a_search_splits_long_samples_over_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

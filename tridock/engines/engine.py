@@ -23,6 +23,7 @@ from tridock.layout.shape import (
     Term,
     in_flight,
     parameters_of_stage,
+    unlike_stages,
     vocab_size,
 )
 from tridock.layout.split import either, nearest_multiples
@@ -203,9 +204,8 @@ class Engine(ABC):
 
     def traffic(self, experiment: Experiment, shape: Shape) -> list[Traffic]:
         """Returns the traffic of every group of more than one rank, at the stage that sends the most in it."""
-        last = experiment.parallel.pipeline_model_parallel_size - 1
         busiest: dict[str, Traffic] = {}
-        for stage in sorted({0, min(1, last), last}):  # stages in between equal the second, or have a layer less
+        for stage in unlike_stages(experiment):
             for one in self.traffic_of_stage(experiment, shape, stage):
                 if one.group not in busiest or one.bytes_per_rank > busiest[one.group].bytes_per_rank:
                     busiest[one.group] = one

@@ -82,6 +82,16 @@ class Parallel(Section):
         default=1,
         description="Engines megatron-core and torch: model chunks per pipeline stage, for the interleaved schedule.",
     )
+    decoder_first_pipeline_num_layers: Layers | None = Field(
+        default=None,
+        description="Engine megatron-core: layers of the first pipeline stage. Default: as many as the stages between"
+        " the first and the last one.",
+    )
+    decoder_last_pipeline_num_layers: Layers | None = Field(
+        default=None,
+        description="Engine megatron-core: layers of the last pipeline stage, which also has the output layer. Default:"
+        " as many as the stages between the first and the last one.",
+    )
     use_tp_pp_dp_mapping: bool = Field(
         default=False,
         description="Engines megatron-core and torch: number the ranks so that the stages of a pipeline are adjacent,"

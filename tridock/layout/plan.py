@@ -46,6 +46,9 @@ class Plan:
     tokens_per_step: int
     ranks: tuple[Rank, ...]
     virtual_pipeline_model_parallel_size: int = 1
+    decoder_first_pipeline_num_layers: int = 0
+    """Layers of the first stage, and of the last; 0: as many as those in between."""
+    decoder_last_pipeline_num_layers: int = 0
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 0
@@ -53,7 +56,7 @@ class Plan:
 
     @property
     def layout(self) -> str:
-        """Short form for tables: ``TP1 PP1 DP2``; with VPP, CP, EP and ETP if they are used."""
+        """Short form for tables: ``TP1 PP1 DP2``; with all that :func:`layout_label` adds."""
         return layout_label(self, self.data_parallel_size)
 
     def document(self) -> dict[str, Any]:
@@ -76,14 +79,17 @@ class Plan:
 
 
 def layout_label(sizes: Plan | Parallel, data_parallel_size: int) -> str:
-    """Returns ``TP2 PP4 DP8``; with VPP, CP, EP and ETP if they are used."""
+    """Returns ``TP2 PP4 DP8``; with VPP, CP, EP and ETP if they are used, and FIRST and LAST for own numbers of layers
+    of the first and last stage."""
     tensor = sizes.expert_tensor_parallel_size or sizes.tensor_model_parallel_size
     optional = {
-        "VPP": sizes.virtual_pipeline_model_parallel_size,
-        "CP": sizes.context_parallel_size,
-        "EP": sizes.expert_model_parallel_size,
+        "VPP": (sizes.virtual_pipeline_model_parallel_size, 1),
+        "FIRST": (sizes.decoder_first_pipeline_num_layers or 0, 0),
+        "LAST": (sizes.decoder_last_pipeline_num_layers or 0, 0),
+        "CP": (sizes.context_parallel_size, 1),
+        "EP": (sizes.expert_model_parallel_size, 1),
     }
-    used = "".join(f"{name}{size} " for name, size in optional.items() if size > 1)
+    used = "".join(f"{name}{size} " for name, (size, default) in optional.items() if size > default)
     used += "" if tensor == sizes.tensor_model_parallel_size else f"ETP{tensor} "
     return f"TP{sizes.tensor_model_parallel_size} PP{sizes.pipeline_model_parallel_size} {used}DP{data_parallel_size}"
 
@@ -108,6 +114,8 @@ def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
         tokens_per_step=samples * experiment.model.seq_length,
         ranks=tuple(_ranks(slots, data_parallel, parallel)),
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        decoder_first_pipeline_num_layers=parallel.decoder_first_pipeline_num_layers or 0,
+        decoder_last_pipeline_num_layers=parallel.decoder_last_pipeline_num_layers or 0,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size if experiment.model.num_moe_experts else 0,

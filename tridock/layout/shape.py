@@ -101,11 +101,24 @@ class HostWork:
 def layers_of_stage(experiment: Experiment, stage: int) -> int:
     """Returns the number of layers of one stage, over all virtual stages of an interleaved pipeline.
 
-    If the layers do not divide evenly, the first stages have one more
-    (DeepSpeed's ``partition_method="type:transformer"``, and engine torch).
+    The first and the last stage may have their own number (megatron-core). If the layers do not divide evenly, the
+    first stages have one more (DeepSpeed's ``partition_method="type:transformer"``, and engine torch).
     """
-    each, rest = divmod(experiment.model.num_layers, experiment.parallel.pipeline_model_parallel_size)
+    parallel, layers = experiment.parallel, experiment.model.num_layers
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    stages = parallel.pipeline_model_parallel_size
+    if stage == 0 and first is not None:
+        return first
+    if stage == stages - 1 and last is not None:
+        return last
+    each, rest = divmod(layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None))
     return each + (1 if stage < rest else 0)
+
+
+def unlike_stages(experiment: Experiment) -> list[int]:
+    """Returns the stages to look at: those in between equal the second, or have a layer less."""
+    last = experiment.parallel.pipeline_model_parallel_size - 1
+    return sorted({0, min(1, last), last})
 
 
 def recomputed_layers(experiment: Experiment, layers: int) -> int:

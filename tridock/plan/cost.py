@@ -20,7 +20,7 @@ from tridock.experiment.flops import (
 from tridock.experiment.weights import model_parameters
 from tridock.layout.compute_time import StageTime, stage_time, vision_seconds
 from tridock.layout.kernels import Device, pass_seconds
-from tridock.layout.shape import HostWork, Shape, layers_of_stage, recomputed_layers
+from tridock.layout.shape import HostWork, Shape, layers_of_stage, recomputed_layers, unlike_stages
 from tridock.layout.traffic import Traffic
 from tridock.plan.rates import Rates
 
@@ -160,7 +160,7 @@ def _estimate(
     compute = steps * slowest.total
     bubble = (everywhere - slowest.total) / virtual + (stages - 1) / virtual * inside / steps
     # States count as read and written once. Gradients are only read, which compensates for the other passes.
-    weights = max(engine_of(experiment).parameters(experiment, stage).total for stage in {0, stages - 1})
+    weights = max(engine_of(experiment).parameters(experiment, stage).total for stage in unlike_stages(experiment))
     moved = 2 * state_bytes + _UPDATE_PASSES * 4 * min(weights, state_bytes / 12)
     optimizer = pass_seconds(rates.device, moved)
     summed = seconds.get("data", 0.0) + seconds.get("expert data", 0.0)
@@ -196,7 +196,8 @@ def _offloading(work: HostWork, backward: float) -> float:
 
 def _exposed(experiment: Experiment, shape: Shape, seconds: float, compute: float) -> float:
     """Returns the exposed time of the data parallel communication: at least the last layer's."""
-    sent, layers = engine_of(experiment).sent(experiment, shape, 0), layers_of_stage(experiment, 0)
+    sent = engine_of(experiment).sent(experiment, shape, 0)
+    layers = max(layers_of_stage(experiment, stage) for stage in unlike_stages(experiment))
     return seconds - min(seconds * sent.overlapped * (1 - 1 / layers), compute * sent.computing)
 
 

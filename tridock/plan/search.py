@@ -17,7 +17,7 @@ from tridock.engines.engine import Choice
 from tridock.engines.fields import as_overrides, as_yaml
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.layout.shape import Shape, recomputed_layers
+from tridock.layout.shape import Shape, recomputed_layers, unlike_stages
 from tridock.layout.split import size_of_replica
 from tridock.plan.assess import gpu_problems
 from tridock.plan.assumptions import Assumptions
@@ -33,7 +33,7 @@ class Candidate:
     experiment: Experiment
     data_parallel_size: int
     worst: StageMemory
-    """The stage that needs the most memory; only the first and the last can."""
+    """The stage that needs the most memory."""
     cost: Cost
 
     @property
@@ -132,7 +132,7 @@ def _judge(
         return Rejected(choice, "there is one replica: nothing to share the optimizer's states with")
     steps = candidate.batch.samples_per_step(data) // (candidate.batch.micro_batch_size * data)
     shape = Shape(data, steps, per_node, assumptions.has_multicast)
-    stages = {0, candidate.parallel.pipeline_model_parallel_size - 1}
+    stages = unlike_stages(candidate)
     gpu, correction, groups = assumptions.gpu, assumptions.correction, communicators(candidate, shape)
     attention = assumptions.attention
     memory = [memory_of_stage(candidate, stage, shape, gpu, correction, groups, attention) for stage in stages]

@@ -30,12 +30,20 @@ _SHORT: Final = {
     "TP": "parallel.tensor_model_parallel_size",
     "PP": "parallel.pipeline_model_parallel_size",
     "VPP": "parallel.virtual_pipeline_model_parallel_size",
+    "FIRST": "parallel.decoder_first_pipeline_num_layers",
+    "LAST": "parallel.decoder_last_pipeline_num_layers",
     "CP": "parallel.context_parallel_size",
     "MB": "batch.micro_batch_size",
     "ZERO-": "parallel.zero_stage",
 }
-_LABEL: Final = re.compile(r"(TP|PP|VPP|CP|DP|MB|ZERO-)([0-9]{1,7})", re.IGNORECASE)
-_OFF: Final = (f"{_SHORT['VPP']}=1", f"{_SHORT['CP']}=1", "parallel.sequence_parallel=false")
+_LABEL: Final = re.compile(r"(TP|PP|VPP|FIRST|LAST|CP|DP|MB|ZERO-)([0-9]{1,7})", re.IGNORECASE)
+_OFF: Final = (
+    f"{_SHORT['VPP']}=1",
+    f"{_SHORT['FIRST']}=null",
+    f"{_SHORT['LAST']}=null",
+    f"{_SHORT['CP']}=1",
+    "parallel.sequence_parallel=false",
+)
 """The overrides for words that a label omits."""
 
 
@@ -186,10 +194,14 @@ def _steps(base: Experiment, world_size: int) -> Iterator[Choice]:
 
 
 def _directions(value: object, path: str, tried: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields the search's changes to a smaller and to a larger size; for other fields, to each other value."""
+    """Yields the search's changes to a smaller and to a larger size, or from none to a size; for other fields, to each
+    other value."""
     others = [choice for choice in tried if path in choice and choice[path] != value]
-    if _is_size(value) and all(_is_size(choice[path]) for choice in others):
+    are_sizes = all(_is_size(choice[path]) for choice in others)
+    if are_sizes and _is_size(value):
         groups = [[choice for choice in others if (choice[path] < value) == smaller] for smaller in (True, False)]
+    elif are_sizes and value is None:
+        groups = [others]
     else:
         values = dict.fromkeys(choice[path] for choice in others)
         groups = [[choice for choice in others if choice[path] == other] for other in values]

@@ -20,6 +20,8 @@ _PLAN: Final = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
     "context_parallel_size",
     "data_parallel_size",
     "micro_batch_size",

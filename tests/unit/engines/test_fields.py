@@ -100,6 +100,8 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel.tensor_model_parallel_size": (2, DDP),
     "parallel.pipeline_model_parallel_size": (2, DDP),
     "parallel.virtual_pipeline_model_parallel_size": (4, {**DDP, **INTERLEAVED}),
+    "parallel.decoder_first_pipeline_num_layers": (3, {**DDP, **PIPELINE}),
+    "parallel.decoder_last_pipeline_num_layers": (3, {**DDP, **PIPELINE}),
     "parallel.use_tp_pp_dp_mapping": (True, {**DDP, **PIPELINE}),
     "parallel.context_parallel_size": (2, {}),
     "parallel.expert_model_parallel_size": (2, MOE),

@@ -18,6 +18,7 @@ train: {train_iters: 30}
 """
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 VPP, CP = "parallel.virtual_pipeline_model_parallel_size", "parallel.context_parallel_size"
+FIRST, LAST = (f"parallel.decoder_{which}_pipeline_num_layers" for which in ("first", "last"))
 SP = "parallel.sequence_parallel"
 ELSEWHERE = "leave it out, or use engine megatron-deepspeed"
 SHARE = "leave it out; parallel.use_distributed_optimizer shares out the optimizer's state"
@@ -51,6 +52,27 @@ def refused(ranks: int, *overrides: str) -> str:
         (2, [f"{PP}=2", f"{VPP}=2"],
          "batch.global_batch_size: an interleaved pipeline needs a multiple of micro_batch_size 2 x"
          " data parallel size 1 x pipeline_model_parallel_size 2; got 2; use 4"),
+        (4, [f"{PP}=4", f"{FIRST}=5"],
+         f"{FIRST}: must leave the other 3 stages equally many of 24 layers; got 5; use 3 or 6"),
+        (4, [f"{PP}=4", f"{FIRST}=7", f"{LAST}=6"],
+         f"{LAST}: must leave the other 2 stages equally many of 17 layers; got 6; use 5 or 7"),
+        (3, [f"{PP}=3", f"{FIRST}=4", f"{LAST}=20"],
+         f"{LAST}: must leave the other stage some of 20 layers; got 20; use 19"),
+        (4, [f"{PP}=4", f"{FIRST}=24", f"{LAST}=1"],
+         f"{LAST}: must leave the other 2 stages equally many of 0 layers; got 1; set {FIRST} to less"),
+        (2, [f"{PP}=2", f"{FIRST}=13", f"{LAST}=12"],
+         f"{LAST}: the two stages must have num_layers 24 together; got 12; use 11"),
+        (1, [f"{LAST}=12"],
+         f"{LAST}: there is no pipeline: one stage has all 24 layers; got 12; "
+         "leave it out, or set pipeline_model_parallel_size to 2 or more"),
+        (2, [f"{PP}=2", f"{VPP}=2", "batch.global_batch_size=8", f"{FIRST}=10", f"{LAST}=14"],
+         f"{LAST}: megatron-core derives it from the first stage's if it interleaves two stages; got 14; leave it out"),
+        (4, [f"{PP}=4", f"{VPP}=2", "batch.global_batch_size=8", f"{FIRST}=6", f"{LAST}=4"],
+         f"{VPP}: must divide the layers of each stage: 6, 7 and 4; got 2; use 1"),
+        (4, [f"{PP}=4", f"{FIRST}=4", f"{LAST}=4", "model.recompute_granularity=full",
+             "model.recompute_method=uniform", "model.recompute_num_layers=3"],
+         "model.recompute_num_layers: recompute_method uniform needs groups that divide the layers of each stage:"
+         " 4 and 8; got 3; use 2 or 4"),
         (4, [f"{CP}=4", "model.seq_length=36"],
          "model.seq_length: must be a multiple of 2 x context_parallel_size 4; got 36; use 32 or 40"),
         (4, [f"{TP}=4", f"{SP}=true", "model.seq_length=30"],
@@ -185,6 +207,8 @@ def test_the_layout_as_text() -> None:
     assert planned(8, f"{TP}=2", f"{PP}=2").layout == "TP2 PP2 DP2"
     plan = planned(8, f"{PP}=2", f"{VPP}=3", f"{CP}=2", "batch.global_batch_size=8")
     assert plan.layout == "TP1 PP2 VPP3 CP2 DP2"
+    assert planned(4, f"{PP}=4", f"{FIRST}=7", f"{LAST}=5").layout == "TP1 PP4 FIRST7 LAST5 DP1"
+    assert Plan.of(plan.document()) == plan
     assert plan.document()["context_parallel_size"] == 2
     assert (plan.data_parallel_size, plan.accumulation_steps) == (2, 2)
 

@@ -26,6 +26,8 @@ BASE: dict[str, Any] = {
     "train": {"train_iters": 3},
 }  # fmt: skip
 SLOTS = {f"node-{number}": range(4) for number in range(2)}
+OFF = {"VPP": "1", "FIRST": "null", "LAST": "null", "CP": "1", "SP": "false"}
+"""What a layout by its label does not name."""
 A100 = Assumptions(GPUS["a100-40gb"], network_gbit=400.0)
 
 
@@ -56,7 +58,9 @@ def test_neighbors_are_one_step_away() -> None:
     assert ("parallel.use_distributed_optimizer=true",) in changes
     assert ("model.recompute_granularity=selective",) in changes
     assert ("parallel.virtual_pipeline_model_parallel_size=2",) in changes
-    assert len(changes) == 11, sorted(changes)  # and full recomputation
+    assert ("parallel.decoder_first_pipeline_num_layers=7",) in changes
+    # And full recomputation, and four stages of which the last has fewer layers.
+    assert len(changes) == 13, sorted(changes)
 
 
 def test_a_change_takes_along_what_it_needs() -> None:
@@ -116,8 +120,9 @@ def test_neighbors_with_the_other_engines(engine: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
-        ("TP4 PP2 DP8 SP", {"TP": "4", "PP": "2", "VPP": "1", "CP": "1", "SP": "true"}),
-        ("tp2,vpp3", {"TP": "2", "VPP": "3", "CP": "1", "SP": "false"}),
+        ("TP4 PP2 DP8 SP", {**OFF, "TP": "4", "PP": "2", "SP": "true"}),
+        ("TP1 PP4 FIRST7 LAST5 DP8", {**OFF, "TP": "1", "PP": "4", "FIRST": "7", "LAST": "5"}),
+        ("tp2,vpp3", {**OFF, "TP": "2", "VPP": "3"}),
         ("MB4 ZeRO-2", {"MB": "4", "ZERO": "2"}),
         ("parallel.zero_stage=3", {"ZERO": "3"}),
     ],
@@ -127,6 +132,8 @@ def test_a_layout_as_a_user_names_it(text: str, sizes: dict[str, str]) -> None:
         "TP": "parallel.tensor_model_parallel_size",
         "PP": "parallel.pipeline_model_parallel_size",
         "VPP": "parallel.virtual_pipeline_model_parallel_size",
+        "FIRST": "parallel.decoder_first_pipeline_num_layers",
+        "LAST": "parallel.decoder_last_pipeline_num_layers",
         "CP": "parallel.context_parallel_size",
         "SP": "parallel.sequence_parallel",
         "MB": "batch.micro_batch_size",

@@ -8,6 +8,7 @@ from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.megatron_core import legality, overlap, transformer_engine
 from tridock.engines.megatron_core.experts import expert_choices, rank_problems
 from tridock.engines.megatron_core.legality import FIELDS
+from tridock.engines.megatron_core.stages import layers_of_stages, stage_choices, virtual_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
@@ -50,11 +51,9 @@ class MegatronCore(Engine):
 
     def takes_sizes(self, experiment: Experiment) -> bool:
         parallel = experiment.parallel
-        stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-        if any(legality.split_problems(experiment)):
+        if any(legality.split_problems(experiment)) or any(virtual_problems(experiment)):
             return False
-        interleaved = virtual == 1 or (stages > 1 and experiment.model.num_layers % (stages * virtual) == 0)
-        return interleaved and not (parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1)
+        return not (parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1)
 
     def gpu_problems(self, experiment: Experiment, gpu: Gpu) -> Iterator[Problem]:
         yield from transformer_engine.gpu_problems(experiment, gpu)
@@ -158,16 +157,11 @@ class MegatronCore(Engine):
         return shape.data * experiment.parallel.context_parallel_size
 
     def layout_choices(self, experiment: Experiment, tensor: int, stages: int) -> Iterator[Choice]:
-        layers, rest = divmod(experiment.model.num_layers, stages)
-        runs = divisors(layers) if stages > 1 and layers and not rest else [1]
         mixture = experiment.model.num_moe_experts is not None
         sequences = (mixture,) if tensor > 1 and mixture else (False, True) if tensor > 1 else (False,)
-        for virtual, sequence, experts in product(runs, sequences, expert_choices(experiment, tensor)):
-            yield {
-                "parallel.virtual_pipeline_model_parallel_size": virtual,
-                "parallel.sequence_parallel": sequence,
-                **experts,
-            }
+        splits = stage_choices(experiment, stages)
+        for split, sequence, experts in product(splits, sequences, expert_choices(experiment, tensor)):
+            yield {**split, "parallel.sequence_parallel": sequence, **experts}
 
     def state_choices(self, _experiment: Experiment, _stages: int) -> Iterator[Choice]:
         yield from ({"parallel.use_distributed_optimizer": value} for value in (False, True))
@@ -178,19 +172,17 @@ class MegatronCore(Engine):
         return tuple({f"model.{name}": value for name, value in zip(names, given, strict=True)} for given in values)
 
     def partial_recompute_choices(self, experiment: Experiment) -> tuple[Choice, ...]:
-        model, parallel = experiment.model, experiment.parallel
-        if model.recompute_granularity != "full":
+        if experiment.model.recompute_granularity != "full":
             return ()
-        runs = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+        longest = max(layers_of_stages(experiment)) // experiment.parallel.virtual_pipeline_model_parallel_size
         return tuple(
-            {"model.recompute_method": "block", "model.recompute_num_layers": count}
-            for count in range(1, model.num_layers // runs)
+            {"model.recompute_method": "block", "model.recompute_num_layers": count} for count in range(1, longest)
         )
 
     def context_sizes(self, experiment: Experiment) -> tuple[int, ...]:
         """Returns the sizes that leave a rank enough tokens to compute while it exchanges keys and values."""
         tokens, own = experiment.model.seq_length, experiment.parallel.context_parallel_size
-        worth = {size for size in divisors(tokens // 2) if tokens // size >= _CONTEXT_TOKENS}
+        worth = {size for size in divisors(max(1, tokens // 2)) if tokens // size >= _CONTEXT_TOKENS}
         return tuple(sorted(worth | {1, own}))
 
     def program(self, _experiment: Experiment, _plan: Plan, run_path: str, load: str | None) -> RankProgram:

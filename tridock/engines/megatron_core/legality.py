@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from tridock.engines.fields import COMMON, NO_TOKENIZER, Fields, Refused
-from tridock.engines.megatron_core import experts, overlap, transformer_engine
+from tridock.engines.megatron_core import experts, overlap, stages, transformer_engine
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.split import either, head_problems, nearest_divisors, nearest_multiple, nearest_multiples
+from tridock.layout.split import either, head_problems, nearest_divisors, nearest_multiples
 
 _NO_DEEPSPEED: Final = "megatron-core runs without DeepSpeed"
 _DISTRIBUTED: Final = "leave it out; parallel.use_distributed_optimizer shares out the optimizer's state"
@@ -41,7 +41,7 @@ FIELDS: Final[Fields] = {
 def problems(experiment: Experiment) -> Iterator[Problem]:
     """Yields the engine's problems that do not depend on the number of ranks, except refused fields."""
     yield from split_problems(experiment)
-    yield from _virtual_problems(experiment)
+    yield from stages.virtual_problems(experiment)
     yield from _sequence_problems(experiment)
     yield from experts.problems(experiment)
     yield from _mapping_problems(experiment)
@@ -51,43 +51,20 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Yields heads that the ranks cannot split, and layers that do not divide evenly over the stages."""
+    """Yields heads that the ranks cannot split, and layers that the stages cannot have."""
     yield from head_problems(experiment, repeats_groups=True)
-    layers, parallel = experiment.model.num_layers, experiment.parallel
-    stages = parallel.pipeline_model_parallel_size
-    if layers % stages:
-        near = nearest_divisors(layers, stages)
-        fitting = nearest_multiple(stages * parallel.virtual_pipeline_model_parallel_size, layers)
-        todo = f"use {either(near)}, or num_layers {fitting}"
-        where, what = "parallel.pipeline_model_parallel_size", f"must divide num_layers {layers}"
-        yield Problem(where, what, str(stages), todo, near)
+    yield from stages.problems(experiment)
 
 
 def interleaved_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
     """Yields a number of micro batches that does not fill an interleaved pipeline."""
-    micro, stages = experiment.batch.micro_batch_size, experiment.parallel.pipeline_model_parallel_size
+    micro, size = experiment.batch.micro_batch_size, experiment.parallel.pipeline_model_parallel_size
     samples = experiment.batch.samples_per_step(replicas)
-    if samples % (micro * replicas * stages):
-        near = nearest_multiples(micro * replicas * stages, samples)
-        sizes = f"micro_batch_size {micro} x data parallel size {replicas} x pipeline_model_parallel_size {stages}"
+    if samples % (micro * replicas * size):
+        near = nearest_multiples(micro * replicas * size, samples)
+        sizes = f"micro_batch_size {micro} x data parallel size {replicas} x pipeline_model_parallel_size {size}"
         what = f"an interleaved pipeline needs a multiple of {sizes}"
         yield Problem("batch.global_batch_size", what, str(samples), f"use {either(near)}", near)
-
-
-def _virtual_problems(experiment: Experiment) -> Iterator[Problem]:
-    parallel = experiment.parallel
-    stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    where = "parallel.virtual_pipeline_model_parallel_size"
-    if virtual == 1:
-        return
-    if stages == 1:
-        todo = "leave it out, or set pipeline_model_parallel_size to 2 or more"
-        yield Problem(where, "there is no pipeline to interleave", str(virtual), todo, (1,))
-        return
-    layers, rest = divmod(experiment.model.num_layers, stages)
-    if rest == 0 and layers % virtual:
-        near = nearest_divisors(layers, virtual)
-        yield Problem(where, f"must divide the {layers} layers of a stage", str(virtual), f"use {either(near)}", near)
 
 
 def _mapping_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -140,10 +117,14 @@ def _recompute_problems(experiment: Experiment) -> Iterator[Problem]:
         if getattr(model, field) is None:
             todo = f"use {either(choices)}{' or more' if choices == (1,) else ''}"
             yield Problem(f"model.{field}", "recompute_granularity full needs it", "nothing", todo, choices)
-    layers, rest = divmod(
-        model.num_layers, parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    if model.recompute_method != "uniform" or number is None:
+        return
+    if any(stages.problems(experiment)) or any(stages.virtual_problems(experiment)):
+        return
+    chunks = tuple(
+        layers // parallel.virtual_pipeline_model_parallel_size for layers in stages.layers_of_stages(experiment)
     )
-    if model.recompute_method == "uniform" and number is not None and not rest and layers % number:
-        near = nearest_divisors(layers, number)
-        what = f"recompute_method uniform needs groups that divide the {layers} layers of a stage"
+    if (common := math.gcd(*chunks)) % number:
+        near = nearest_divisors(common, number)
+        what = f"recompute_method uniform needs groups that divide {stages.of_a_stage(chunks)}"
         yield Problem("model.recompute_num_layers", what, str(number), f"use {either(near)}", near)

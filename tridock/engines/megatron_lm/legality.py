@@ -43,6 +43,8 @@ FIELDS: Final[Fields] = {
     "parallel.pipeline_schedule": Refused(),
     "parallel.virtual_pipeline_model_parallel_size": Refused(),
     "parallel.use_tp_pp_dp_mapping": Refused(),
+    "parallel.decoder_first_pipeline_num_layers": Refused(),
+    "parallel.decoder_last_pipeline_num_layers": Refused(),
     "parallel.context_parallel_size": Refused(),
     "parallel.sequence_parallel": Refused(),
     "parallel.tp_comm_overlap": Refused(),

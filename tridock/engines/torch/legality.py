@@ -24,6 +24,8 @@ FIELDS: Final[Fields] = {
     "model.recompute_num_layers": Refused(),
     "model.transformer_impl": Refused(),
     "model.fp8": Refused(),
+    "parallel.decoder_first_pipeline_num_layers": Refused(),
+    "parallel.decoder_last_pipeline_num_layers": Refused(),
     "parallel.context_parallel_size": Refused(),
     "parallel.sequence_parallel": Refused(),
     "parallel.tp_comm_overlap": Refused(),

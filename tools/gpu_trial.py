@@ -35,6 +35,7 @@ from tridock.data.corpus import prepare_demo
 from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, RunError, TridockError
 from tridock.node.probes.accelerators import parse
 from tridock.ops.runs.local_run import triage_here
+from tridock.plan.memory import OVERHEAD
 from tridock.report.summary import summarize
 from tridock.triage import RULES
 
@@ -69,7 +70,7 @@ class Measurement:
     """For how long training paused for its first checkpoint, which is written in the background."""
     peak_bytes: int | None = None
     planned_bytes: int | None = None
-    """The plan's total without its fixed overhead, which torch does not count as allocated."""
+    """The plan's total without context, NCCL and fragmentation, which torch does not count as allocated."""
 
 
 COLUMNS: Final[Mapping[str, Callable[[Measurement], str]]] = {
@@ -256,10 +257,7 @@ def figures(block: int, name: str, run: Path) -> Measurement:
     summary = summarize(run)
     steps = [entry["step_time_s"] for entry in read_metrics(run)[0][1:] if "step_time_s" in entry]
     stages = read_plan(run).get("memory", {}).get("stages", ())
-    planned = [
-        sum(term["bytes"] for term in stage["terms"] if not term["source"].startswith("fixed overhead"))
-        for stage in stages
-    ]
+    planned = [sum(term["bytes"] for term in stage["terms"] if term["name"] not in OVERHEAD) for stage in stages]
     ends, saves = events_of(run, Event.RUN_FINISHED), events_of(run, Event.CHECKPOINT_SAVED)
     return Measurement(
         block,

@@ -109,7 +109,7 @@ events = [{"event": "checkpoint_saved", "pause_seconds": pause} for pause in (0.
 events.append({"event": "run_finished", "device": "NVIDIA H200", "peak_memory_bytes": 5})
 run.joinpath("events.jsonl").write_text("".join(json.dumps(event) + "\\n" for event in events))
 run.joinpath("plan.json").write_text(json.dumps({"memory": {"stages": [{"terms": [
-    {"bytes": 4, "source": "weights"}, {"bytes": 9, "source": "fixed overhead of CUDA"}]}]}}))
+    {"name": "weights", "bytes": 4}, {"name": "NCCL", "bytes": 9}, {"name": "fragmentation", "bytes": 2}]}]}}))
 pathlib.Path(sys.argv[2]).write_text(run.name)
 print("the end")
 sys.exit(int(sys.argv[3]))

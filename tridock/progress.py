@@ -147,5 +147,8 @@ class _Line:
 
 
 def size_text(size: int) -> str:
-    """Returns bytes as text: ``1.5 GB``, ``20.0 MB``."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    """Returns bytes as text: ``1.5 GB``, ``20.0 MB``, ``12 kB``."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size / 1e3:.0f} kB"

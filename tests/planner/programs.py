@@ -17,7 +17,7 @@ from tridock.engines.megatron_core.engine import MegatronCore
 from tridock.engines.megatron_lm.engine import MegatronLM
 from tridock.engines.torch.engine import Torch
 from tridock.experiment import Experiment
-from tridock.layout.activations import Attention, Sizes, head_inputs, sizes_of
+from tridock.layout.activations import Sizes, head_inputs, sizes_of
 from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States, Term, layers_of_stage
 from tridock.layout.traffic import Sent, all_gather, all_reduce
 
@@ -104,28 +104,16 @@ class Torchtitan(Torch):
         rows = self.rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
         return head_inputs(sizes) + 3 * sizes.tokens * rows * 4
 
-    def activation_terms(
-        self,
-        experiment: Experiment,
-        stage: int,
-        accumulation: int,
-        device: Device,
-        attention: Attention = "fused",
-        *,
-        stepwise_norms: bool = False,
-    ) -> list[Term]:
-        terms = super().activation_terms(
-            experiment, stage, accumulation, device, attention, stepwise_norms=stepwise_norms
-        )
-        if self._selective:
-            sizes, model = self.sizes(experiment, device), experiment.model
-            values = sizes.heads * model.key_size / model.attention_size
-            tensor = experiment.parallel.tensor_model_parallel_size
-            scattered = 2 * sizes.between if tensor > 1 else 0.0
-            kept = sizes.heads + values + sizes.heads + sizes.attention + sizes.ffn + sizes.hidden + scattered
-            layers = layers_of_stage(experiment, stage)
-            terms.append(Term("outputs of operations", round(layers * kept), "selective activation checkpointing"))
-        return terms
+    def further_terms(self, experiment: Experiment, stage: int, device: Device) -> list[Term]:
+        if not self._selective:
+            return []
+        sizes, model = self.sizes(experiment, device), experiment.model
+        values = sizes.heads * model.key_size / model.attention_size
+        tensor = experiment.parallel.tensor_model_parallel_size
+        scattered = 2 * sizes.between if tensor > 1 else 0.0
+        kept = sizes.heads + values + sizes.heads + sizes.attention + sizes.ffn + sizes.hidden + scattered
+        layers = layers_of_stage(experiment, stage)
+        return [Term("outputs of operations", round(layers * kept), "selective activation checkpointing")]
 
     def recomputed_share(self, experiment: Experiment) -> float:
         """The share of a layer's forward FLOPs that the backward pass repeats."""

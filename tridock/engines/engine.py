@@ -158,12 +158,23 @@ class Engine(ABC):
     ) -> list[Term]:
         """Returns the activation memory of a step, on a rank of this stage. ``stepwise_norms``: of a torch without an
         RMSNorm kernel."""
+        if experiment.model.is_vision:
+            return self.image_terms(experiment)
         sizes = self.sizes(experiment, device)
         sizes = with_scores(experiment, sizes) if attention == "unfused" else sizes
         sizes = with_stepwise_norms(experiment, sizes) if stepwise_norms else sizes
         head = self.head_bytes(experiment, sizes, in_flight(experiment, stage, accumulation))
         messages = self.message_bytes(experiment, stage, accumulation, sizes)
-        return activation_terms(experiment, stage, accumulation, sizes, head, messages)
+        terms = activation_terms(experiment, stage, accumulation, sizes, head, messages)
+        return [*terms, *self.further_terms(experiment, stage, device)]
+
+    def further_terms(self, _experiment: Experiment, _stage: int, _device: Device) -> list[Term]:
+        """Returns what the engine's layers have in memory besides activations, on a rank of this stage."""
+        return []
+
+    def image_terms(self, experiment: Experiment) -> list[Term]:
+        """Returns the activation memory of a step of an image model; only of an engine that trains them."""
+        raise NotImplementedError(experiment.engine)
 
     def message_bytes(self, experiment: Experiment, stage: int, accumulation: int, sizes: Sizes) -> float:
         """Returns the bytes of a stage's inputs and outputs that its layers do not keep. On a GPU an output is freed

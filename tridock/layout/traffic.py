@@ -17,7 +17,7 @@ from tridock.experiment.weights import layer_weights, norm_vectors, position_row
 from tridock.layout.shape import Shape, hidden_bytes, layers_of_stage, recomputed_layers, tokens_of
 
 Link = Literal["node", "network"]
-TensorBehind = Literal["nothing", "weight gradients", "products"]
+TensorOverlap = Literal["none", "weight gradients", "products"]
 """What tensor parallel ranks compute while they exchange activations and their gradients: the weight gradients, beside
 which the activations' are summed; or every product, in pieces (transformer-engine's tp_comm_overlap)."""
 
@@ -65,7 +65,7 @@ class Sent:
     """Share of an iteration's computation that overlaps with it."""
     messages: int = 1
     """Number of collectives that carry gradient_bytes."""
-    tensor_behind: TensorBehind = "nothing"
+    tensor_overlap: TensorOverlap = "none"
     expert_gradient_bytes: float = 0.0
     """The counterpart of gradient_bytes for experts, in the group of ranks with the same experts."""
     hides_pipeline: bool = False
@@ -118,9 +118,9 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Ite
     reduces = 2 * halves * layers + halves * recomputed_layers(experiment, layers) + (stage == 0) + final
     volume = reduces * all_reduce(size, hidden)
     hidden_volume = 0.0
-    if sent.tensor_behind == "weight gradients":
+    if sent.tensor_overlap == "weight gradients":
         hidden_volume = halves * layers * all_reduce(size, hidden)
-    elif sent.tensor_behind == "products":
+    elif sent.tensor_overlap == "products":
         # Ranks pass on a piece while they multiply another: nothing is left to multiply beside the last piece of a
         # reduce-scatter.
         scattered = (2 * halves * layers + halves * recomputed_layers(experiment, layers)) * all_gather(size, hidden)

@@ -149,7 +149,7 @@ def _estimate(
     everywhere = sum(times[_kind(experiment, stage)].total for stage in range(stages))
     steps = shape.accumulation
     seconds = {one.group: rates.seconds(one) for one in exchanged}
-    products = engine_of(experiment).sent(experiment, shape, 0).tensor_behind == "products"
+    products = engine_of(experiment).sent(experiment, shape, 0).tensor_overlap == "products"
     beside_tensor = slowest.products if products else slowest.column_gradients
     for one in exchanged:
         behind = steps * (beside_tensor if one.group == "tensor" else slowest.total)

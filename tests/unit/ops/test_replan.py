@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.experiments import with_fields
+from tests.experiments import SMALL, with_fields
 from tridock.cli import main
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
@@ -20,14 +20,6 @@ from tridock.ops.runs.replan import Replanned, replan
 from tridock.plan import assess
 
 RUN_ID = "small-20260102-030405-abcd"
-BASE: dict[str, Any] = {
-    "name": "small",
-    "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64},
-    "batch": {"micro_batch_size": 2, "global_batch_size": 24},
-    "data": {"data_path": "data/x"},
-    "precision": "fp32",
-    "train": {"train_iters": 3},
-}
 SPARES = {"node-4": [0], "node-5": [0, 1, 2, 3]}
 THREE = {"node-1": [0, 1], "node-2": [0, 1], "node-3": [0, 1]}
 PIPELINE = {"parallel.pipeline_model_parallel_size": 2}
@@ -43,7 +35,7 @@ ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
 
 
 def a_run(workspace: Path, slots: dict[str, list[int]] = THREE, **fields: Any) -> Path:
-    experiment = with_fields(BASE, fields)
+    experiment = with_fields(SMALL, fields)
     bundle = make_bundle(
         RunRequest(
             experiment,

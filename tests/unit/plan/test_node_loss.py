@@ -8,25 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experiments import with_fields
+from tests.experiments import SMALL, with_fields
 from tridock.experiment import Experiment
 from tridock.gpus import GPUS
 from tridock.plan import Assessment, Assumptions
 from tridock.plan.node_loss import fewer_replicas, first_slots, other_layout
 
-BASE: dict[str, Any] = {
-    "name": "small",
-    "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64},
-    "batch": {"micro_batch_size": 2, "global_batch_size": 24},
-    "data": {"data_path": "data/x"},
-    "precision": "fp32",
-    "train": {"train_iters": 3},
-}
 CORE = {"engine": "megatron-core", "parallel.use_distributed_optimizer": True}
 
 
 def experiment(**fields: Any) -> Experiment:
-    return with_fields(BASE, fields)
+    return with_fields(SMALL, fields)
 
 
 def nodes(*slots: int) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout import Plan
-from tridock.layout.activations import Attention, Sizes, sizes_of
+from tridock.layout.activations import Sizes, sizes_of
 from tridock.layout.kernels import MEMORY_SHARE
 from tridock.layout.shape import (
     FORMAT_BYTES,
@@ -96,22 +96,9 @@ class MegatronCore(Engine):
         )
         return transformer_engine.sizes(experiment, local) if transformer_engine.is_used(experiment, device) else local
 
-    def activation_terms(
-        self,
-        experiment: Experiment,
-        stage: int,
-        accumulation: int,
-        device: Device,
-        attention: Attention = "fused",
-        *,
-        stepwise_norms: bool = False,
-    ) -> list[Term]:
-        terms = super().activation_terms(
-            experiment, stage, accumulation, device, attention, stepwise_norms=stepwise_norms
-        )
-        if transformer_engine.is_used(experiment, device):
-            terms += transformer_engine.terms(experiment, stage)
-        return terms
+    def further_terms(self, experiment: Experiment, stage: int, device: Device) -> list[Term]:
+        used = transformer_engine.is_used(experiment, device)
+        return list(transformer_engine.terms(experiment, stage)) if used else []
 
     def gpu_terms(self, experiment: Experiment, shape: Shape) -> list[Term]:
         return [overlap.term(experiment)] if overlap.is_planned(experiment, shape) else []
@@ -132,7 +119,7 @@ class MegatronCore(Engine):
             expert_gradient_bytes=exchanged(max(1, expert_replicas(experiment, shape.data)), weights.experts),
             overlapped=1.0,
             computing=1 / shape.accumulation if distributed else backward_pass(shape.accumulation),
-            tensor_behind="products" if overlap.is_planned(experiment, shape) else "weight gradients",
+            tensor_overlap="products" if overlap.is_planned(experiment, shape) else "weight gradients",
             hides_pipeline=experiment.parallel.virtual_pipeline_model_parallel_size > 1,
         )
 

@@ -11,7 +11,7 @@ from tridock.engines.torch.legality import FIELDS
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
 from tridock.layout import Plan
-from tridock.layout.activations import Attention, Sizes, head_bytes, sizes_of
+from tridock.layout.activations import Sizes, head_bytes, sizes_of
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
@@ -90,20 +90,7 @@ class Torch(Engine):
         further = (runs_in_flight - 1) * sizes.tokens * local_rows * sizes.short if gpipe else 0.0
         return head_bytes(experiment, sizes, rows, chunked=True, forward=cached) + cast + further
 
-    def activation_terms(
-        self,
-        experiment: Experiment,
-        stage: int,
-        accumulation: int,
-        device: Device,
-        attention: Attention = "fused",
-        *,
-        stepwise_norms: bool = False,
-    ) -> list[Term]:
-        if not experiment.model.is_vision:
-            return super().activation_terms(
-                experiment, stage, accumulation, device, attention, stepwise_norms=stepwise_norms
-            )
+    def image_terms(self, experiment: Experiment) -> list[Term]:
         # Within 2 % of a CPU rank's memory (tests/unit/train).
         short = FORMAT_BYTES[experiment.precision]
         kept = kept_elements(experiment.model) * experiment.batch.micro_batch_size * short

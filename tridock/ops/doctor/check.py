@@ -30,7 +30,7 @@ from tridock.ops.doctor.device_checks import (
 )
 from tridock.ops.doctor.finding import Report, Reports, fail
 from tridock.ops.doctor.host_checks import check_containers, check_hosts
-from tridock.ops.doctor.limit_checks import limit_findings, size_text, space_findings
+from tridock.ops.doctor.limit_checks import limit_findings, space_findings
 from tridock.ops.doctor.network_checks import network_findings
 from tridock.ops.doctor.ssh_checks import ssh_findings
 from tridock.ops.hosts.session import Session
@@ -38,6 +38,7 @@ from tridock.ops.runs.preflight import check_nodes
 from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.runs.registry import list_runs
 from tridock.plan import Plan
+from tridock.progress import size_text
 from tridock.remote import Host, on_all, raise_failures
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ from tridock.cluster.transports import transport_of
 from tridock.contracts.node_answers import NodeReport, QuickReport, Space
 from tridock.errors import Problem
 from tridock.ops.doctor.finding import Finding, fail, warn
+from tridock.progress import size_text
 
 SHM_BYTES: Final = 1 << 30
 """For several ranks of a node: NCCL takes some ten MB for each pair of them, data loaders as much as a batch."""
@@ -68,11 +69,3 @@ def limit_findings(cluster: Cluster, node: str, report: NodeReport) -> Iterator[
 
 def _free(space: Space) -> str:
     return f"{size_text(space.free)} of {size_text(space.bytes)} free"
-
-
-def size_text(size: int) -> str:
-    """Bytes with a unit for people."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB"

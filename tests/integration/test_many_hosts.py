@@ -18,20 +18,19 @@ from tests.integration.sshd import ROOT, Sshd, wait_until
 CAP = 8
 STEPS = (("started", 1), ("ended", -1))
 IMAGE = "sha256:0123456789abcdef"
-# `docker container inspect` answers with the options of `docker run`. The times of a start are recorded.
+# `docker inspect` answers with the labels of `docker run`. The times of a start are recorded.
 DOCKER = r"""#!/bin/bash
 case $1 in
-image) echo 'image IMAGE' ;;
-container)
-  if [ ! -e "$STATE/recipe" ]; then exit 1; fi
-  printf 'container {"Id": "1", "Image": "IMAGE", '
-  printf '"Config": {"Labels": {"tridock.recipe": "%s"}}, ' "$(cat "$STATE/recipe")"
-  printf '"State": {"Running": true, "ExitCode": 0, "Health": {"Status": "healthy"}}}\n' ;;
+inspect)
+  echo '{"Id":"IMAGE","RootFS":{}}'
+  if [ ! -e "$STATE/labels" ]; then exit 1; fi
+  printf '{"Id":"1","Image":"IMAGE","Config":{"Labels":%s},' "$(cat "$STATE/labels")"
+  echo '"State":{"Running":true,"ExitCode":0,"Health":{"Status":"healthy"}}}' ;;
 run)
   date +%s.%N >"$STATE/started"
-  for word; do case $word in tridock.recipe=*) recipe=${word#*=} ;; esac; done
+  for word; do case $word in tridock.*=*) labels="$labels,\"${word%%=*}\":\"${word#*=}\"" ;; esac; done
   sleep 0.5
-  printf '%s' "$recipe" >"$STATE/recipe"
+  printf '{%s}' "${labels#,}" >"$STATE/labels"
   date +%s.%N >"$STATE/ended" ;;
 exec) ;;
 *) echo "not expected: $*" >&2; exit 1 ;;
@@ -84,13 +83,13 @@ def test_32_hosts_are_brought_up_under_the_cap(lab: dict[str, Sshd], tmp_path: P
     names = list(lab)
     few = up(tmp_path, names[:2])
     for name in names[:2]:
-        (tmp_path / name / "recipe").unlink()
+        (tmp_path / name / "labels").unlink()
     many = up(tmp_path, names)
     before = [sshd.log.count("Starting session") for sshd in lab.values()]
     again = up(tmp_path, names)
-    # What is right costs a host two commands: its facts, and whether the node answers. The head keeps the lock.
+    # What is right costs a host one command, for its facts and whether the node answers. The head keeps the lock.
     counts = [sshd.log.count("Starting session") - earlier for sshd, earlier in zip(lab.values(), before, strict=True)]
-    assert counts == [3] + [2] * 31
+    assert counts == [2] + [1] * 31
     # One login a command, whatever the number of steps.
     for number, name in enumerate(names):
         wait_until(

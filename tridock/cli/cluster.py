@@ -72,6 +72,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from tridock.ops.image.prune import prune
 
     session = open_session(arguments)
+    nodes.ask_whether_ready(session)
     image_id = nodes.up(session)
     if not arguments.quiet:
         say(f"{count(len(session.nodes), 'node')} up, image {image_id[:19]}: {', '.join(session.nodes)}")
@@ -141,9 +142,10 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _tables(session: Session) -> tuple[list[Table], TridockError | None]:
-    from tridock.ops.runs.registry import list_runs, queued_runs
+    from tridock.ops.runs.registry import ask_for_runs, list_runs, queued_runs
     from tridock.report.run_tables import queue_table, status_table
 
+    ask_for_runs(session)
     there, failure = session.reachable()
     tables = [_node_table(there)]
     try:

@@ -207,6 +207,9 @@ def _return_message(arguments: argparse.Namespace, run_id: str) -> str:
 
 def reachable(session: Session) -> tuple[Session, TridockError | None]:
     """Returns a session with the hosts that answer and the error of the others. Raises if no host answers."""
+    from tridock.ops.runs.registry import ask_for_runs
+
+    ask_for_runs(session)
     there, failure = session.reachable()
     if failure is not None:
         if not there.nodes:
@@ -258,10 +261,12 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 def _runs(arguments: argparse.Namespace) -> int:
     """List all runs with their state, newest first."""
-    from tridock.ops.runs.registry import list_runs
+    from tridock.ops.runs.registry import ask_for_runs, list_runs
     from tridock.report.run_tables import history_table
 
-    session, failure = open_session(arguments).reachable()
+    session = open_session(arguments)
+    ask_for_runs(session)
+    session, failure = session.reachable()
     listed = list_runs(session)[::-1] if session.nodes else []
     if arguments.json:
         say(json.dumps([asdict(run) for run in listed], indent=2))

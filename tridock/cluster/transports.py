@@ -60,6 +60,10 @@ class Transport(ABC):
         """Returns the folder on the host that the container mounts as /workspace."""
 
     @abstractmethod
+    def workspace_label(self) -> tuple[str, str]:
+        """Returns the label of its containers that has :meth:`workspace`, which may start with ``~`` here."""
+
+    @abstractmethod
     def secrets_folder(self, node: str) -> str:
         """Returns the host folder with the node's keys; may start with ``~``. One per node: hosts may share a home."""
 
@@ -96,11 +100,15 @@ class Transport(ABC):
 
     def exec_command(self, node: str, facts: HostFacts, command: Command, *, interactive: bool = False) -> Command:
         """Returns ``docker exec`` as the operator's uid in the node's workspace, with the HOME of sshd's sessions."""
-        argv = ["docker", "exec", "--user", f"{facts.uid}:{facts.gid}", "--workdir", run_folder.WORKSPACE]
-        argv += ["--env", f"HOME=/home/{run_folder.USER}"]
+        argv = ["docker", "exec", "--user", f"{facts.uid}:{facts.gid}"]
         if interactive or command.stdin is not None:
             argv.append("--interactive")
-        return command.inside(Command((*argv, self.container_name(node))))
+        return command.inside(Command((*argv, *self.exec_place(node))))
+
+    def exec_place(self, node: str) -> tuple[str, ...]:
+        """Returns the last options of ``docker exec`` in a node, and its container."""
+        home = f"HOME=/home/{run_folder.USER}"
+        return "--workdir", run_folder.WORKSPACE, "--env", home, self.container_name(node)
 
 
 class SshTransport(Transport):
@@ -113,6 +121,9 @@ class SshTransport(Transport):
 
     def workspace(self, facts: HostFacts) -> str:
         return f"{_expanded(self.cluster.workdir, facts)}/workspace"
+
+    def workspace_label(self) -> tuple[str, str]:
+        return WORKSPACE_LABELS[0], f"{self.cluster.workdir}/workspace"
 
     def image_paths(self, node: str, facts: HostFacts) -> tuple[str, str]:
         """Returns the host folder for incoming image files and :meth:`images_file`, as absolute paths."""
@@ -214,6 +225,9 @@ class ComposeTransport(Transport):
 
     def workspace(self, facts: HostFacts) -> str:
         return str(self.cluster.project_folder)
+
+    def workspace_label(self) -> tuple[str, str]:
+        return WORKSPACE_LABELS[1], str(self.cluster.project_folder)
 
     def secrets_folder(self, node: str) -> str:
         return str(self.cluster.state_folder / node)

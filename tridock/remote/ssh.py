@@ -125,8 +125,10 @@ def limited(command: Command, timeout: float | None) -> str:
     """
     if timeout is None:
         return command.render()
-    seconds = str(math.ceil(timeout) + _MARGIN_S)
-    return Command.of("timeout", "-k", "5", seconds, "sh", "-c", command.render()).render()
+    limit = Command.of("timeout", "-k", "5", str(math.ceil(timeout) + _MARGIN_S))
+    if command.argv[:2] == ("sh", "-c") and not command.env and command.cwd is None:
+        return limit.extended(command.argv).render()
+    return limit.extended(("sh", "-c", command.render())).render()
 
 
 class _Bell:

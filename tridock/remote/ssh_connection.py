@@ -31,6 +31,7 @@ _FIRST_WAIT_S: Final = 0.25
 _LONGEST_WAIT_S: Final = 4.0
 _KEEPALIVE_S: Final = 15
 _UNANSWERED_MS: Final = 60_000
+_QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 
 # Without a handler, Python prints paramiko's tracebacks; our messages contain the relevant part.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -86,8 +87,7 @@ class Connector:
         if target.proxy_command and not jumps:
             connect_kwargs["sock"] = _proxied(target.proxy_command)
         known = known_keys(target)
-        if known:
-            connect_kwargs["transport_factory"] = _transport_for(known)
+        connect_kwargs["transport_factory"] = _transport_for(known)
         connection = Connection(
             target.host,
             user=target.user,
@@ -127,8 +127,8 @@ def _transport_for(known: list[paramiko.PKey]) -> Any:
     """Returns a factory of transports that prefer the key types on file, as ssh does: a server has several keys."""
     names = [key.get_name() for key in known]
 
-    def make(*args: Any, **kwargs: Any) -> paramiko.Transport:
-        transport = paramiko.Transport(*args, **kwargs)
+    def make(sock: Any, **kwargs: Any) -> paramiko.Transport:
+        transport = paramiko.Transport(_prompt(sock), **kwargs)
         options = transport.get_security_options()
         options.key_types = sorted(
             options.key_types, key=lambda kind: ("ssh-rsa" if kind.startswith("rsa-sha2") else kind) not in names
@@ -136,6 +136,34 @@ def _transport_for(known: list[paramiko.PKey]) -> Any:
         return transport
 
     return make
+
+
+class _PromptSocket(socket.socket):
+    """A TCP socket that waits neither to send nor to acknowledge.
+
+    ssh's messages are short and several in a row: with Nagle's algorithm here or there each command, and most steps of
+    a login, would take 40 ms longer, the time after which Linux sends an acknowledgement that it has held back.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(fileno=sock.detach())
+        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def recv(self, *arguments: int) -> bytes:
+        data = super().recv(*arguments)
+        if _QUICKACK is not None:  # which holds until the kernel takes it back: again each time
+            with suppress(OSError):
+                self.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
+        return data
+
+
+def _prompt(sock: Any) -> Any:
+    """Returns a socket that transmits without delay; a jump host's channel or a proxy command's socket as it is."""
+    if type(sock) is socket.socket and sock.family in (socket.AF_INET, socket.AF_INET6):
+        timeout = sock.gettimeout()
+        sock = _PromptSocket(sock)
+        sock.settimeout(timeout)
+    return sock
 
 
 def _proxied(command: str) -> socket.socket:

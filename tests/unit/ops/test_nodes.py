@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from tridock.cluster.transports import HostFacts
-from tridock.errors import ClusterError
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts import nodes
 from tridock.ops.hosts.facts import Container, HostState, keys_digest
 from tridock.ops.hosts.keys import KeyStore
@@ -45,7 +47,7 @@ def test_nodes_of_another_folder_are_refused(session: Session, monkeypatch: pyte
     assert state.container is not None
     theirs = replace(state, container=replace(state.container, workspace="/home/eve/tridock/lab/workspace"))
     monkeypatch.setattr("tridock.ops.hosts.session.parse_facts", lambda *_: theirs)
-    host = Mock(run=Mock(return_value=Completed(0, b"", b"")))
+    host = Mock(read_into=Mock(return_value=Completed(0, b"", b"")))
     with pytest.raises(ClusterError) as caught:
         session.read_state("a", host)
     assert str(caught.value) == (
@@ -95,3 +97,76 @@ def test_one_node_that_is_not_right_brings_all_up(session: Session, change: dict
     changed = replace(state, **({"container": replace(state.container, **of_container)} if of_container else own))
     session.states()["b"] = changed
     assert nodes.ensure_up(session) == "brought up"
+
+
+class Talker:
+    """A host that prints the facts of a running node and the answer to a question, or is cut off there."""
+
+    def __init__(self, answer: bytes | None, *, lost: bool = False) -> None:
+        self.answer, self.lost, self.ran = answer, lost, list[tuple[str, ...]]()
+
+    def read_into(self, sink: Any, command: Command, timeout: float) -> Completed:
+        assert timeout is not None
+        self.ran.append(command.argv)
+        labels = {"tridock.workspace": "/home/ada/tridock/lab/workspace"}
+        container = {"Id": "1", "Image": IMAGE, "Config": {"Labels": labels}, "State": {"Running": True, "ExitCode": 0}}
+        sink(f"uid 1000\ngid 100\nhome /home/ada\n{json.dumps(container)}\n".encode())
+        if self.answer is not None:
+            sink(b"answer\n" + self.answer)
+        if self.lost:
+            raise ClusterError(Problem("a", "was lost", "", "try again"))
+        return Completed(0, b"", b"", "facts")
+
+    def run(self, command: Command, timeout: float | None = None) -> Completed:
+        self.ran.append(command.argv)
+        return Completed(0, b"later", b"", "a command")
+
+
+@pytest.mark.parametrize(
+    ("host", "commands"),
+    [(Talker(b"at once"), [1, 0, 1]), (Talker(None), [1, 1, 1]), (Talker(b"at o", lost=True), [1, 1, 1])],
+    ids=["answered", "not asked", "cut off"],
+)
+def test_the_facts_bring_an_answer_once(
+    session: Session, monkeypatch: pytest.MonkeyPatch, host: Talker, commands: list[int]
+) -> None:
+    counts, answers = list[int](), list[bytes]()
+    monkeypatch.setattr(session, "hosts", {"a": host})
+    session.forget_states()
+    session.ask_with_states("cat", "x")
+    for step in (
+        session.states,
+        lambda: session.run_inside("a", "cat", "x"),
+        lambda: session.run_inside("a", "cat", "x"),
+    ):
+        before, done = len(host.ran), step()
+        counts.append(len(host.ran) - before)
+        if isinstance(done, Completed):
+            answers.append(done.stdout)
+    assert counts == commands
+    assert answers == [b"later" if commands[1] else b"at once", b"later"]
+
+
+def test_an_answer_is_for_the_same_command_and_as_old_as_the_facts(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Talker(b"at once")
+    monkeypatch.setattr(session, "hosts", {"a": host})
+    session.ask_with_states("cat", "x")
+    session.forget_states()
+    session.states()
+    assert session.run_inside("a", "cat", "y").stdout == b"later"
+    assert session.run_inside("a", "cat", "x", stdin=b"").stdout == b"later"
+    session.forget_states()
+    host.answer = None
+    assert session.run_inside("a", "cat", "x").stdout == b"later"
+
+
+def test_a_host_that_is_lost_before_its_facts_are_there_fails(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "hosts", {"a": Talker(None, lost=True)})
+    session.ask_with_states("cat", "x")
+    session.forget_states()
+    with pytest.raises(ClusterError, match="was lost"):
+        session.states()

@@ -33,7 +33,7 @@ from tridock.ops.doctor.host_checks import check_containers, check_hosts
 from tridock.ops.doctor.limit_checks import limit_findings, space_findings
 from tridock.ops.doctor.network_checks import network_findings
 from tridock.ops.doctor.ssh_checks import ssh_findings
-from tridock.ops.hosts.session import Session
+from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.runs.preflight import check_nodes
 from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.runs.registry import list_runs
@@ -48,6 +48,7 @@ R = TypeVar("R", bound=QuickReport)
 _FIRST: Final = ("hosts", "nodes", "ssh", "image", "network")
 REPORT_TIMEOUT_S: Final = 60.0
 _MESH_TIMEOUT_S: Final = 40.0
+QUICK: Final = "--quick"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,14 @@ def check(session: Session, request: Request | None = None) -> Report:
     return report
 
 
+def ask_for_quick_reports(session: Session) -> None:
+    """Lets the command that reads a host's facts ask for its node's part of :func:`check_quickly` too.
+
+    Except on the head, whose part takes its time: it connects to all nodes.
+    """
+    session.ask_with_states(*NODE, "node-report", QUICK, nodes=session.nodes[1:])
+
+
 def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
     """Runs the checks of every launch: ssh from the head to every node, the same image, space on disk and in /dev/shm.
 
@@ -91,7 +100,7 @@ def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
     others = list(session.nodes) if len(session.nodes) > 1 else []
 
     def ask(node: str, _: Host) -> QuickReport:
-        return node_report(session, node, QuickReport, "--quick", *(others if node == session.head else ()))
+        return node_report(session, node, QuickReport, QUICK, *(others if node == session.head else ()))
 
     reports = session.each(ask)
     images = {node: state.container.image_id for node, state in session.states().items() if state.container}

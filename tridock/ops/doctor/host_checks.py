@@ -6,12 +6,13 @@ from tridock.ops.doctor.finding import KEYS, UP, Report, fail, warn
 from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.keys import KeyStore
 from tridock.ops.hosts.nodes import outdated
-from tridock.ops.hosts.session import Session
+from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.image.ensure import wanted_image
 
 
 def check_hosts(session: Session, report: Report) -> Session:
-    """The session with the hosts that answer."""
+    """The session with the hosts that answer; their nodes are asked for their reports too."""
+    session.ask_with_states(*NODE, "node-report")
     there, failure = session.reachable()
     for problem in failure.problems if failure else ():
         report.findings.append(fail("hosts", problem, "its node cannot be looked at, started or stopped"))

@@ -95,7 +95,12 @@ def nodes_locked(session: Session) -> Iterator[None]:
     lock = Command.of("sh", "-c", _LOCK, "lock", session.transport.lock_file())
     command = AttachedCommand(host, lock, "the cluster's nodes cannot be locked")
     try:
-        if command.line() == "waiting":
+        try:
+            locked = command.line()
+        except ClusterError:
+            session.states()  # other hosts may fail too: all problems at once
+            raise
+        if locked == "waiting":
             print(f"another command changes the nodes of {session.cluster.name}; waiting for it", file=sys.stderr)
             command.line()
             session.forget_states()

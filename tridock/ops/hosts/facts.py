@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from tridock.cluster.transports import RECIPE_LABEL, WORKSPACE_LABELS, HostFacts
 from tridock.command import Command
@@ -15,11 +16,18 @@ DOCKER_S = 20
 """Seconds after which a Docker engine that accepts a request without answering counts as hung."""
 _HANGS = "see journalctl -u docker and dmesg there; restarting it ends the runs on it, unless live-restore is on"
 
-# One POSIX script, one `name value` line a fact: a second round trip to a far host costs more than all of this.
+# One POSIX script, one line a fact: a second round trip to a far host costs more than all of this, and on many hosts
+# every process counts. An image and a container are the engine's own JSON. With arguments after the sixth the script
+# ends as `docker exec` with them, if the container runs and is labelled with the folder $6.
 _SCRIPT = r"""
-printf 'uid %s\n' "$(id -u)"
-printf 'gid %s\n' "$(id -g)"
-printf 'home %s\n' "$HOME"
+uid=; gid=
+if [ -r /proc/self/status ]; then
+  while read -r name real effective rest; do
+    case $name in Uid:) uid=$effective;; Gid:) gid=$effective; break;; esac
+  done </proc/self/status
+fi
+uid=${uid:-$(id -u)}; gid=${gid:-$(id -g)}
+printf 'uid %s\ngid %s\nhome %s\n' "$uid" "$gid" "$HOME"
 if command -v nvidia-smi >/dev/null 2>&1; then
   printf 'gpus %s\n' "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)"
   nvidia-smi --query-gpu=memory.total,name --format=csv,noheader,nounits 2>/dev/null |
@@ -27,24 +35,34 @@ if command -v nvidia-smi >/dev/null 2>&1; then
 fi
 if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
 case $3 in '~'/*) keys=$HOME/${3#*/};; *) keys=$3;; esac
-if cd "$keys" 2>/dev/null; then printf 'keys %s\n' "$(export LC_ALL=C; sha256sum -- * 2>/dev/null | sha256sum)"; fi
+if cd "$keys" 2>/dev/null; then
+  echo 'keys 1'
+  sha256sum -- * 2>/dev/null
+  stat -c 'mode %a %n' . * 2>/dev/null
+fi
 case $4 in '~'/*) images=$HOME/${4#*/};; *) images=$4;; esac
 if [ -e "$images" ]; then while read -r ids; do printf 'ids %s\n' "$ids"; done <"$images"; fi
 if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; exit 0; fi
-timeout "$5" docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null
-case $? in
-0) ;;
-124) printf 'docker_silent %s\n' "$5"; exit 0 ;;
-*)
+found=$(timeout "$5" docker inspect --format '{{json .}}' "$1" "$2" 2>/dev/null)
+code=$?
+if [ "$code" -eq 124 ]; then printf 'docker_silent %s\n' "$5"; exit 0; fi
+if [ "$code" -ne 0 ] && [ -z "$found" ]; then
   error=$(timeout "$5" docker version 2>&1 >/dev/null) || {
     printf 'docker_error %s\n' "$(printf '%s' "$error" | tail -n 1)"
     exit 0
   }
-  ;;
-esac
-timeout "$5" docker container inspect --format 'container {{json .}}' "$2" 2>/dev/null
-exit 0
+fi
+printf '%s\n' "$found"
+if [ "$#" -le 6 ]; then exit 0; fi
+case $6 in *:\"'~'/*) ours="${6%%\~*}$HOME/${6#*\~/}";; *) ours=$6;; esac
+case $found in *'"Running":true'*) ;; *) exit 0;; esac
+case $found in *"$ours"*) ;; *) exit 0;; esac
+shift 6
+echo answer
+exec docker exec --user "$uid:$gid" "$@"
 """
+_ANSWER: Final = b"\nanswer\n"
+_KEY_LINE: Final = re.compile(r"[0-9a-f]{64}|\\[0-9a-f]{64}|mode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +105,35 @@ class HostState:
         return self.local_image_id if self.local_image_id and self.has(image_id) else image_id
 
 
-def facts_command(image: str, container: str, keys: str, images: str) -> Command:
+def facts_command(
+    image: str, container: str, keys: str, images: str, workspace: tuple[str, str], question: Sequence[str] = ()
+) -> Command:
     """The command that prints the facts; ``image``, ``container`` and the folder ``keys`` are what to look for.
 
-    The file ``images`` lists the images that the host was sent, one a line, by all their ids.
+    The file ``images`` lists the images that the host was sent, one a line, by all their ids. ``question`` are
+    arguments of ``docker exec`` after its user. The command then ends as it, but only where the container runs and its
+    label ``workspace`` has this value; else it prints no answer. Keys, images and the label's value may start with
+    ``~``.
     """
-    return Command.of("sh", "-c", _SCRIPT, "facts", image, container, keys, images, str(DOCKER_S))
+    named = image if "@" in image or ":" in image.rpartition("/")[2] else f"{image}:latest"  # never a container's name
+    label = ":".join(json.dumps(part, ensure_ascii=False) for part in workspace)
+    return Command.of("sh", "-c", _SCRIPT, "facts", named, container, keys, images, str(DOCKER_S), label, *question)
+
+
+def split_answer(output: bytes) -> tuple[str, bytes | None]:
+    """Returns the facts and, if the question was asked, what it has printed."""
+    facts, asked, answer = output.partition(_ANSWER)
+    return facts.decode(), answer if asked else None
 
 
 def keys_digest(files: Mapping[str, bytes]) -> str:
-    """Returns the digest that a host reports if its keys' folder holds exactly ``files``."""
-    lines = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    """Returns the digest that a host has if its keys' folder holds exactly ``files``, for nobody else to read."""
+    lines = [f"{hashlib.sha256(content).hexdigest()} {name}" for name, content in files.items()]
+    return _digest([*lines, "mode 700 .", *(f"mode 600 {name}" for name in files)])
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def parse_facts(name: str, text: str) -> HostState:
@@ -120,15 +155,18 @@ def parse_facts(name: str, text: str) -> HostState:
             gpus=int(facts.get("gpus", "0")),
             infiniband="infiniband" in facts,
         )
+        inspected = [json.loads(line) for line in text.split("\n") if line.startswith("{")]
+        local = next((fields["Id"] for fields in inspected if "RootFS" in fields), None)
+        container = next((_container(fields) for fields in inspected if "State" in fields), None)
     except (KeyError, ValueError) as error:
         todo = "make its login shell print nothing of its own"
         raise ClusterError(Problem(name, "sent an unreadable answer", f"{error} in {text[-200:]!r}", todo)) from None
     same = {id_: ids for name, value in _lines(text) if name == "ids" for ids in [value.split()] for id_ in ids}
-    container = _container(json.loads(facts["container"])) if "container" in facts else None
     if container is not None and container.image_id in same:
         container = replace(container, image_id=same[container.image_id][0])
-    keys = facts["keys"].split()[0] if facts.get("keys") else None
-    local = facts.get("image")
+    keys = None
+    if "keys" in facts:
+        keys = _digest(f"{name} {value}" for name, value in _lines(text) if _KEY_LINE.fullmatch(name))
     ids = same.get(local, [local]) if local else [None]
     return HostState(host, ids[0], container, keys, smallest_gpu(gpus), local, frozenset(filter(None, ids)))
 
@@ -148,7 +186,7 @@ def smallest_gpu(lines: Sequence[str]) -> Gpu | None:
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
-    for line in text.splitlines():
+    for line in text.split("\n"):  # not at other characters that end a line, which the engine's JSON may contain
         name, _, value = line.partition(" ")
         yield name, value.strip()
 

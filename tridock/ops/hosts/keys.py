@@ -162,29 +162,21 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def distribute_keys(session: Session, *, rotate: bool = False, where_right: bool = True) -> KeyStore:
+def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
     """Creates missing keys (with ``rotate``, replaces all) and copies each node's files to its host.
 
-    A running node's sshd reads its host key again; its sessions, and so its runs, continue. Without ``where_right``
-    hosts that hold exactly these files are left alone: whatever wrote them had the node's sshd read them.
+    A running node's sshd reads its host key again; its sessions, and so its runs, continue. Hosts that hold exactly
+    these files are left alone: whatever wrote them had the node's sshd read them.
     """
     store = KeyStore(session.cluster)
     if rotate:
         store.rotate()
     else:
         store.ensure()
-    states = session.states()
+    session.states()
 
     def push(node: str, host: Host) -> None:
-        files, state, steps, what = store.node_files(node), states[node], [], "have sshd read its keys again"
-        if session.transport.separate_hosts:  # on this machine the containers mount the store's own folders
-            if not where_right and state.keys == keys_digest(files):
-                return
-            folder = session.transport.secrets(node, state.facts)
-            what = f"write into {folder}"
-            steps.append(put_tree_command(files, folder, 0o600))
-        if state.container is not None and state.container.running:
-            steps.append(session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})"))
+        steps, what = key_steps(session, store, node)
         if steps:  # in one command, which a lost connection does not end
             line = " && ".join(step.render() for step in steps)
             done = host.run(Command.of("sh", "-c", line, stdin=steps[0].stdin), timeout=FILES_TIMEOUT_S)
@@ -192,3 +184,21 @@ def distribute_keys(session: Session, *, rotate: bool = False, where_right: bool
 
     session.each(push)
     return store
+
+
+def key_steps(session: Session, store: KeyStore, node: str, *, starts: bool = False) -> tuple[list[Command], str]:
+    """Returns the commands that copy a node's files to its host, if it has others, and a description of them.
+
+    Its sshd reads them again, unless the node ``starts`` afterwards.
+    """
+    state, files = session.states()[node], store.node_files(node)
+    steps, what = list[Command](), "have sshd read its keys again"
+    if session.transport.separate_hosts:  # on this machine the containers mount the store's own folders
+        if state.keys == keys_digest(files):
+            return [], what
+        folder = session.transport.secrets(node, state.facts)
+        what = f"write into {folder}"
+        steps.append(put_tree_command(files, folder, 0o600))
+    if not starts and state.container is not None and state.container.running:
+        steps.append(session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})"))
+    return steps, what

@@ -13,14 +13,22 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.facts import keys_digest
-from tridock.ops.hosts.keys import KeyStore, distribute_keys
+from tridock.ops.hosts.keys import KeyStore, distribute_keys, key_steps
 from tridock.ops.hosts.session import Session
-from tridock.ops.image.ensure import ensure_image
+from tridock.ops.image.ensure import ensure_image, lacking, wanted_image
+from tridock.ops.image.wrap import ensure_wrapped
 from tridock.remote import Completed, Host, LocalHost
-from tridock.remote.host import shortened
+from tridock.remote.host import FILES_TIMEOUT_S, shortened
 
 READY_TIMEOUT_S = 60.0
 _DOCKER_TIMEOUT_S = 120.0
+
+# The health check of a container that is no node passes too: sshd must have written its pid first.
+_PROBE = f"test -e {run_folder.SSHD_PID} && healthcheck.sh"
+_READY = ("sh", "-c", _PROBE)
+_SOON_READY = f"for n in 1 2 3 4 5 6 7 8 9 10; do ! {{ {_PROBE}; }} || exit 0; sleep 0.2; done; exit 1"
+_PROBE_TIMEOUT_S = 30.0
+_STEP = "tridock: done"
 
 # Made here, as the operator: Docker would make a missing folder as root.
 _RUN = 'mkdir -p -- "$1/data" "$1/runs" && shift && exec "$@"'
@@ -29,25 +37,40 @@ _DOWN = '[ -z "$1" ] || docker rm --force "$1" || exit; shift; rm -rf -- "$@"'
 
 def up(session: Session) -> str:
     """Provides missing or outdated keys, images and nodes; leaves current ones alone. Returns the image's id."""
-    image_id = ensure_image(session)
+    ensure_wrapped(session.cluster)
     with nodes_locked(session):
-        _up(session, image_id)
+        image_id = wanted_image(session)
+        sends = bool(lacking(session, image_id))
+        if not sends:
+            _up(session, image_id)
+    if sends:  # which takes its time: not under the lock
+        image_id = ensure_image(session)
+        with nodes_locked(session):
+            session.forget_states()
+            _up(session, image_id)
     session.forget_states()
     return image_id
+
+
+def ask_whether_ready(session: Session) -> None:
+    """Lets the command that reads a host's facts ask whether its node is ready too, for :func:`up`."""
+    session.ask_with_states(*_READY)
 
 
 def _up(session: Session, image_id: str) -> None:
     recipes = _recipes(session, image_id)
     stale = _stale(session, recipes)
     _refuse_while_runs(session, stale, "would be replaced by tridock up")
-    distribute_keys(session, where_right=False)
     match session.transport:
         case ComposeTransport() as twin:
+            distribute_keys(session)
             _compose(session, twin, recipes, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
+            ready = dict.fromkeys(session.nodes, False)
         case SshTransport() as ssh:
-            session.each(lambda node, host: _start(session, ssh, node, host, image_id, node in stale))
-    session.forget_states()
-    session.each(lambda node, host: _wait_ready(session, node, host))
+            store = KeyStore(session.cluster)
+            store.ensure()
+            ready = session.each(lambda node, host: _start(session, ssh, store, node, host, image_id, node in stale))
+    session.each(lambda node, host: _wait_ready(session, node, host), only=tuple(it for it in ready if not ready[it]))
 
 
 def ensure_up(session: Session) -> str:
@@ -141,28 +164,44 @@ def _refuse_while_runs(session: Session, nodes: tuple[str, ...], fate: str) -> N
         )
 
 
-def _start(session: Session, ssh: SshTransport, node: str, host: Host, image_id: str, stale: bool) -> None:
+def _start(
+    session: Session, ssh: SshTransport, store: KeyStore, node: str, host: Host, image_id: str, stale: bool
+) -> bool:
+    """Gives a host its keys and its node, in one command if either is missing. Returns whether the node is ready."""
     state = session.states()[node]
-    if state.container is not None and not stale:
-        return
-    if state.container is not None:
-        _remove(ssh, node, host).checked(node)
+    starts = stale or state.container is None
+    commands, what = key_steps(session, store, node, starts=starts)
+    steps = [(what, command) for command in commands]
     start = ssh.run_command(node, state.id_of(image_id), state.facts)
-    run = Command.of("sh", "-c", _RUN, "run", ssh.workspace(state.facts)).extended(start.argv)
-    done = replace(host.run(run, timeout=_DOCKER_TIMEOUT_S), command=shortened(start))
-    if done.exit_code and b"is already in use by container" not in done.stderr:
+    if stale:
+        remove = Command.of("docker", "rm", "--force", ssh.container_name(node))
+        steps.append((shortened(remove), remove))
+    if starts:
+        run = Command.of("sh", "-c", _RUN, "run", ssh.workspace(state.facts)).extended(start.argv)
+        steps.append((shortened(start), run))
+    if not steps:
+        return session.run_inside(node, *_READY, timeout=_PROBE_TIMEOUT_S).exit_code == 0
+    steps.append(("", session.inside(node, "sh", "-c", _SOON_READY)))
+    # Each step prints a line after its output, so that a failed one is known.
+    line = " && ".join(f"{command.render()} && echo {_STEP}" for _, command in steps)
+    stdin = steps[0][1].stdin
+    done = host.run(Command.of("sh", "-c", line, stdin=stdin), timeout=FILES_TIMEOUT_S + 2 * _DOCKER_TIMEOUT_S)
+    passed = done.stdout.decode(errors="replace").splitlines().count(_STEP)
+    if done.exit_code == 0 or passed == len(steps) - 1:
+        return done.exit_code == 0
+    what = steps[passed][0]
+    if what == shortened(start) and b"is already in use by container" not in done.stderr:
         # A container that could not start stays behind as "created", and would be in the way of the next try.
         _remove(ssh, node, host)
-    done.checked(node)
+    replace(done, command=what).checked(node)
+    return False
 
 
 def _wait_ready(session: Session, node: str, host: Host) -> None:
     """Waits until the node's sshd answers; a container that has ended gives its last output instead."""
     name, deadline = session.transport.container_name(node), time.monotonic() + READY_TIMEOUT_S
-    # The health check of a container that is no node passes too: sshd must have written its pid first.
-    probe = Command.of("docker", "exec", name, "sh", "-c", f"test -e {run_folder.SSHD_PID} && healthcheck.sh")
     while True:
-        if host.run(probe, timeout=30.0).exit_code == 0:
+        if host.run(session.inside(node, *_READY), timeout=_PROBE_TIMEOUT_S).exit_code == 0:
             return
         inspect = Command.of("docker", "container", "inspect", "--format", "{{.State.Running}}", name)
         running = host.run(inspect, timeout=30.0).stdout.decode().strip() == "true"

@@ -33,9 +33,9 @@ def ensure_image(session: Session) -> str:
     """
     ensure_wrapped(session.cluster)
     wanted = wanted_image(session)
-    if _lacking(session, wanted):
+    if lacking(session, wanted):
         with _cache(session) as folder:
-            if missing := _lacking(session, wanted):
+            if missing := lacking(session, wanted):
                 keep = _distribute(session, wanted, missing, folder)
                 session.forget_states()
                 _verify(session, wanted)
@@ -45,7 +45,8 @@ def ensure_image(session: Session) -> str:
     return wanted
 
 
-def _lacking(session: Session, wanted: str) -> tuple[str, ...]:
+def lacking(session: Session, wanted: str) -> tuple[str, ...]:
+    """Returns the nodes whose hosts lack the image."""
     return tuple(node for node, state in session.states().items() if not state.has(wanted))
 
 

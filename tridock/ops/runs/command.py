@@ -17,7 +17,7 @@ from tridock.experiment import load_command
 from tridock.experiment.command import CommandExperiment
 from tridock.launchers.command import CommandRun, make_command_bundle
 from tridock.launchers.run import RunBundle, default_port
-from tridock.ops.doctor import check_quickly
+from tridock.ops.doctor import ask_for_quick_reports, check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.runs.code import Code, archive_of, code_of_run, read_code
@@ -84,6 +84,8 @@ def launch(
     sinks = sinks_of(prepared.experiment)
     if queue:
         require_queue_node(session)
+    if check:
+        ask_for_quick_reports(session)
     image_id = ensure_up(session)
     ports: list[int] = []
     questions: list[Callable[[], object]] = []

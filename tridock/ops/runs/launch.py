@@ -14,7 +14,7 @@ from tridock.contracts.supervision import Supervision
 from tridock.errors import TridockError
 from tridock.launchers.run import RunBundle, default_port
 from tridock.launchers.ssh import Ssh
-from tridock.ops.doctor import check_quickly
+from tridock.ops.doctor import ask_for_quick_reports, check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.preflight import Preflight, check_nodes
@@ -94,6 +94,8 @@ def launch(
     sinks = sinks_of(prepared.experiment)
     if queue:
         require_queue_node(session)
+    if check:
+        ask_for_quick_reports(session)
     image_id = ensure_up(session)
     found: list[Preflight] = []
     questions: list[Callable[[], object]] = []

@@ -1,16 +1,20 @@
 """The runs of a cluster: lists them, reads their state, and stops one."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import Process, QueuedRun, RunInfo, Stopped
 from tridock.errors import ClusterError, Problem, RequestError
-from tridock.experiment import Experiment, parse_experiment
-from tridock.ops.hosts.session import Session
+from tridock.ops.hosts.session import NODE, Session
 from tridock.remote import Host
+
+if TYPE_CHECKING:
+    from tridock.experiment import Experiment
 
 _VERB_TIMEOUT_S = 60.0
 _QUEUE_TIMEOUT_S = 180.0
@@ -34,12 +38,18 @@ def active_runs(session: Session, nodes: tuple[str, ...]) -> dict[str, list[str]
     return session.each(ask, only=nodes) if nodes else {}
 
 
+def ask_for_runs(session: Session) -> None:
+    """Lets the command that reads a host's facts ask for its runs too, for :func:`list_runs`."""
+    session.ask_with_states(*NODE, "runs")
+
+
 def list_runs(session: Session) -> list[RunInfo]:
     """Returns the runs of the nodes that are up, oldest first."""
 
     def ask(node: str, _: Host) -> tuple[RunInfo, ...]:
         return session.ask(node, tuple[RunInfo, ...], "runs", timeout=_VERB_TIMEOUT_S)
 
+    ask_for_runs(session)
     found: dict[str, RunInfo] = {}
     for node, runs in session.each(ask, only=session.running()).items():
         for run in runs:
@@ -174,6 +184,8 @@ def parse_rank(text: str) -> int:
 
 def experiment_of(session: Session, run: Run) -> Experiment:
     """Returns the experiment in the run's folder."""
+    from tridock.experiment import parse_experiment
+
     path = f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.EXPERIMENT}"
     return parse_experiment(_read(session, run.head, path).decode(), path)
 

@@ -136,7 +136,7 @@ def commands(hostfile: str) -> dict[str, tuple[str, ...]]:
         "logs": ("logs", "--run", "demo", *hosts),
         "stop": ("stop", *hosts),
         "keys": ("keys", *hosts),
-        "down": ("down", "--force", *hosts),
+        "down --force": ("down", "--force", *hosts),
     }
 
 
@@ -168,7 +168,7 @@ def main() -> None:
                 measured = {what: ("-m", "tridock.cli", *argv) for what, argv in commands(hostfile).items()}
                 floor = 0.0
                 for what, argv in {"floor": ("-c", FLOOR, hostfile), **measured}.items():
-                    repeats = 1 if what in ("up, first", "down") else arguments.repeats
+                    repeats = 1 if what in ("up, first", "down --force") else arguments.repeats
                     taken = [timed(*argv, folder=folder) for _ in range(repeats)]
                     seconds, processor, memory = (statistics.median(column) for column in zip(*taken, strict=True))
                     floor = floor or seconds

@@ -23,6 +23,8 @@ COMMANDS = {
     "logs": (2, 1),
     "stop": (2, 2),
     "keys": (1, 1),
+    "down --force": (3, 2),
+    "up": (3, 2),
     "down": (3, 2),
 }
 
@@ -44,7 +46,9 @@ def test_commands_on_each_host(lab: tuple[Path, list[Sshd]], monkeypatch: pytest
     hostfile, sshds = lab
     monkeypatch.chdir(hostfile.parent)
     found = {}
-    for what, argv in bench_hosts.commands(str(hostfile)).items():
+    hosts = ("--hosts", str(hostfile))
+    command_lines = {**bench_hosts.commands(str(hostfile)), "up": ("up", *hosts), "down": ("down", *hosts)}
+    for what, argv in command_lines.items():
         before = [(sshd.log.count("Starting session"), sshd.log.count("Accepted publickey")) for sshd in sshds]
         assert main(argv, "tridock") == 0
         counts = [sshd.log.count("Starting session") - old for sshd, (old, _) in zip(sshds, before, strict=True)]

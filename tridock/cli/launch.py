@@ -102,6 +102,7 @@ def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
 
 def _launch(arguments: argparse.Namespace) -> int:
     """Run an experiment on the cluster and follow its output. Ctrl-C detaches, and the run continues."""
+    from tridock.ops.doctor import ask_for_quick_reports
     from tridock.ops.runs import launch
     from tridock.ops.runs.default_experiment import choose_experiment
     from tridock.report.plan_output import headline, summary
@@ -115,6 +116,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         console().print(summary(prepared.assessment))
         print_preview(launch.preview(session, prepared), verbose=arguments.verbose)
         return 0
+    if arguments.check:
+        ask_for_quick_reports(session)
     prepared = launch.on_hosts_gpus(session, prepared)
     if not arguments.quiet:
         console().print(headline(prepared.assessment))

@@ -14,7 +14,7 @@ from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.keys import KeyStore, distribute_keys, key_steps
-from tridock.ops.hosts.session import Session
+from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.image.ensure import ensure_image, lacking, wanted_image
 from tridock.ops.image.wrap import ensure_wrapped
 from tridock.remote import Completed, Host, LocalHost
@@ -100,6 +100,8 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
 
 
 def _down(session: Session, force: bool) -> tuple[str, ...]:
+    if not force:
+        session.ask_with_states(*NODE, "processes")  # for _refuse_while_runs
     there = tuple(node for node, state in session.states().items() if state.container is not None)
     running = tuple(node for node in there if (c := session.states()[node].container) and c.running)
     if not force:

@@ -23,12 +23,16 @@ from tridock.contracts.run_folder import PYTHON
 RUN = "tiny-20260102-030405-abcd"
 
 # One node that runs. What is asked of it inside sees the folder $WORKSPACE as /workspace.
-NODE = {"Id": "1", "Image": "sha256:0123456789abcdef", "Config": {}, "State": {"Running": True, "ExitCode": 0}}
+LABELS = {"tridock.workspace": "$HOME/tridock/lab/workspace"}
+STATE = {"Running": True, "ExitCode": 0}
+NODE = {"Id": "1", "Image": "sha256:0123456789abcdef", "Config": {"Labels": LABELS}, "State": STATE}
 DOCKER = rf"""#!/bin/bash
 case $1 in
 version) echo 28.1 ;;
-image) echo 'image sha256:0123456789abcdef' ;;
-container) echo 'container {json.dumps(NODE)}' ;;
+inspect)
+  echo '{{"Id":"sha256:0123456789abcdef","RootFS":{{}}}}'
+  node={shlex.quote(json.dumps(NODE, separators=(",", ":")))}
+  echo "${{node/\$HOME/$HOME}}" ;;
 exec)
   while [ "$1" != tridock-lab ]; do shift; done
   shift

@@ -122,8 +122,11 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def write_atomic(path: Path, content: bytes | IO[bytes], mode: int = 0o644) -> None:
-    """Writes bytes, or the rest of a stream, to a file: atomically, and with its final mode."""
+def write_atomic(path: Path, content: bytes | IO[bytes], mode: int = 0o644, *, durable: bool = True) -> None:
+    """Writes bytes, or the rest of a stream, to a file: atomically, and with its final mode.
+
+    A file that is not ``durable`` may be empty after a power failure; writing it takes no wait for the disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
@@ -132,7 +135,8 @@ def write_atomic(path: Path, content: bytes | IO[bytes], mode: int = 0o644) -> N
             os.fchmod(file.fileno(), mode)
             shutil.copyfileobj(io.BytesIO(content) if isinstance(content, bytes) else content, file, 1 << 20)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import io
 import posixpath
+import secrets
 import tarfile
 from collections.abc import Mapping
 from typing import Final
@@ -29,12 +30,12 @@ _PUT: Final = (
 _PUT_TREE: Final = (
     "set -eu\n"
     + _HOME
-    + 'umask "$2"; mkdir -p -- "$p"; cd -- "$p"; [ "$2" != 077 ] || chmod 700 .\n'
-    + 'part=$(mktemp -d .put.XXXXXX); trap \'rm -rf "$part"\' EXIT; trap "exit 1" HUP INT TERM PIPE\n'
+    + 'part=$3; umask "$2"; trap \'rm -rf -- "$p/$part" "$part"\' EXIT; trap "exit 1" HUP INT TERM PIPE\n'
+    + 'mkdir -p -- "$p/$part"; cd -- "$p"; [ "$2" != 077 ] || chmod 700 .\n'
     + 'tar -xpomf - -C "$part"\n'
     + f'[ -e "$part/{_SENTINEL}" ] || {{ echo "only part of the files for $p arrived" >&2; exit 1; }}\n'
     # One mv for all files of the folder itself: on many hosts every process counts.
-    + "shift 2\n"
+    + "shift 3\n"
     + 'for f; do shift; case $f in */*) mkdir -p -- "${f%/*}"; mv -f -- "$part/$f" "$f";;\n'
     + '*) set -- "$@" "$part/$f";; esac; done\n'
     + '[ "$#" -eq 0 ] || mv -f -- "$@" .\n'
@@ -56,7 +57,8 @@ def put_tree_command(files: Mapping[str, bytes], folder: str, mode: int) -> Comm
     for name in files:
         if not name or posixpath.normpath(name) != name or posixpath.isabs(name) or name.startswith(".."):
             raise ValueError(f"not a plain path inside a folder: {name!r}")
-    return Command.of("sh", "-c", _PUT_TREE, "put", folder, _umask(mode), *files, stdin=_tar(files, mode))
+    part = f".put.{secrets.token_hex(8)}"  # hosts may share the folder over the network
+    return Command.of("sh", "-c", _PUT_TREE, "put", folder, _umask(mode), part, *files, stdin=_tar(files, mode))
 
 
 def get_command(path: str) -> Command:

@@ -126,7 +126,7 @@ def limited(command: Command, timeout: float | None) -> str:
     if timeout is None:
         return command.render()
     limit = Command.of("timeout", "-k", "5", str(math.ceil(timeout) + _MARGIN_S))
-    if command.argv[:2] == ("sh", "-c") and not command.env and command.cwd is None:
+    if not command.env and command.cwd is None:  # a shell more is a process more
         return limit.extended(command.argv).render()
     return limit.extended(("sh", "-c", command.render())).render()
 

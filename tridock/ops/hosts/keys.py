@@ -147,9 +147,9 @@ class KeyStore:
 
 
 def _put(path: Path, content: bytes) -> None:
-    # Left alone where it is right: a running container has it mounted.
+    # Left alone where it is right: a running container has it mounted. Not durable: the next command compares it again.
     if not path.is_file() or path.read_bytes() != content:
-        write_atomic(path, content, _FILE_MODE)
+        write_atomic(path, content, _FILE_MODE, durable=False)
     _set_mode(path, _FILE_MODE)
 
 

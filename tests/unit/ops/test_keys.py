@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.unit.ops.conftest import Lab
 from tridock.cluster.keys import NODE_FILES
 from tridock.cluster.settings import load_cluster
-from tridock.errors import RequestError
-from tridock.ops.hosts.keys import KeyStore
+from tridock.command import Command
+from tridock.errors import ClusterError, RequestError
+from tridock.ops.hosts.facts import Container, HostState, keys_digest
+from tridock.ops.hosts.keys import KeyStore, distribute_keys
+from tridock.remote import Host
 
 
 def store(folder: Path, hosts: str = "a slots=1\nb slots=1\n") -> KeyStore:
@@ -205,3 +210,38 @@ def test_nothing_shows_a_private_key(tmp_path: Path) -> None:
     kept = store(tmp_path)
     kept.ensure()
     assert "PRIVATE" not in repr(kept) + str(vars(kept))
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_host_whose_sshd_has_not_read_its_keys_gets_them_again(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    read_state, keys = lab.session.read_state, {"node-1": "others"}
+    container = Container("1", "sha256:1", running=True, recipe=None, exit_code=0, health="healthy")
+
+    def up(node: str, host: Host) -> HostState:
+        return replace(read_state(node, host), container=container, keys=keys.get(node))
+
+    monkeypatch.setattr(lab.session, "read_state", up)
+    monkeypatch.setattr(lab.session, "inside", lambda *_: Command.of("true" if reads else "false"))
+    folder = lab.project.parent / "node-1" / "tridock" / "lab" / "secrets" / "node-1"
+    if reads:
+        written = distribute_keys(lab.session)
+        assert {it.name: it.read_bytes() for it in folder.iterdir()} == written.node_files("node-1")
+        return
+    with pytest.raises(ClusterError, match=r"node-1: `write into .*` failed"):
+        distribute_keys(lab.session)
+    found = {it.name: it.read_bytes() for it in folder.iterdir()}
+    assert keys_digest(found) != keys_digest(KeyStore(lab.session.cluster).node_files("node-1"))
+
+
+def test_a_host_with_the_right_keys_is_left_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_state, store = lab.session.read_state, KeyStore(lab.session.cluster)
+
+    def right(node: str, host: Host) -> HostState:
+        keys = keys_digest(store.node_files(node)) if node == "node-1" else "others"
+        return replace(read_state(node, host), keys=keys)
+
+    monkeypatch.setattr(lab.session, "read_state", right)
+    distribute_keys(lab.session)
+    assert [(lab.project.parent / node / "tridock").exists() for node in lab.session.nodes] == [False, True]

@@ -27,6 +27,7 @@ from tridock.remote.host import FILES_TIMEOUT_S
 
 _KEYS: Final = ".keys.json"
 _LOCK: Final = ".lock"
+_UNREAD: Final = "unread"
 _FOLDER_MODE: Final = 0o700
 _FILE_MODE: Final = 0o600
 
@@ -166,7 +167,7 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
     """Creates missing keys (with ``rotate``, replaces all) and copies each node's files to its host.
 
     A running node's sshd reads its host key again; its sessions, and so its runs, continue. Hosts that hold exactly
-    these files are left alone: whatever wrote them had the node's sshd read them.
+    these files are left alone: their node's sshd has read them.
     """
     store = KeyStore(session.cluster)
     if rotate:
@@ -189,16 +190,19 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
 def key_steps(session: Session, store: KeyStore, node: str, *, starts: bool = False) -> tuple[list[Command], str]:
     """Returns the commands that copy a node's files to its host, if it has others, and a description of them.
 
-    Its sshd reads them again, unless the node ``starts`` afterwards.
+    Its sshd reads them again, unless the node ``starts`` afterwards. Until then a file says that it has not: a host
+    that is left in between has other files than it should.
     """
     state, files = session.states()[node], store.node_files(node)
-    steps, what = list[Command](), "have sshd read its keys again"
-    if session.transport.separate_hosts:  # on this machine the containers mount the store's own folders
-        if state.keys == keys_digest(files):
-            return [], what
-        folder = session.transport.secrets(node, state.facts)
-        what = f"write into {folder}"
-        steps.append(put_tree_command(files, folder, 0o600))
-    if not starts and state.container is not None and state.container.running:
-        steps.append(session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})"))
-    return steps, what
+    rereads = not starts and state.container is not None and state.container.running
+    reread = [session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})")] if rereads else []
+    if not session.transport.separate_hosts:  # on this machine the containers mount the store's own folders
+        return reread, "have sshd read its keys again"
+    folder = session.transport.secrets(node, state.facts)
+    what = f"write into {folder}"
+    if state.keys == keys_digest(files):
+        return [], what
+    if not rereads:
+        return [put_tree_command(files, folder, _FILE_MODE)], what
+    write = put_tree_command({**files, _UNREAD: b""}, folder, _FILE_MODE)
+    return [write, *reread, Command.of("rm", "--", f"{folder}/{_UNREAD}")], what

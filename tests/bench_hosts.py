@@ -1,7 +1,8 @@
 """`make bench-hosts`: how long the commands take on many hosts, beside the time that ssh alone takes.
 
 Each host is a real sshd of this machine with a stand-in for Docker that answers at once: what is measured is the
-operator's side. The floor is a process that connects to every host and runs `true` there, once.
+operator's side. The floor is a process that connects to every host and runs `true` there, once; it is measured before
+each command, because the machine's speed changes. All values are medians.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -165,15 +167,20 @@ def main() -> None:
             folder = Path(name).resolve()
             try:
                 hostfile = str(start(folder, count))
-                measured = {what: ("-m", "tridock.cli", *argv) for what, argv in commands(hostfile).items()}
-                floor = 0.0
-                for what, argv in {"floor": ("-c", FLOOR, hostfile), **measured}.items():
-                    repeats = 1 if what in ("up, first", "down --force") else arguments.repeats
-                    taken = [timed(*argv, folder=folder) for _ in range(repeats)]
-                    seconds, processor, memory = (statistics.median(column) for column in zip(*taken, strict=True))
-                    floor = floor or seconds
+                taken: dict[str, list[tuple[float, ...]]] = {}
+                for _ in range(arguments.repeats):
+                    shutil.rmtree(folder / ".tridock", ignore_errors=True)  # with the keys
+                    for what, argv in commands(hostfile).items():
+                        floor = timed("-c", FLOOR, hostfile, folder=folder)
+                        taken.setdefault("floor", []).append((floor[0], 1.0, *floor[1:]))
+                        seconds, *rest = timed("-m", "tridock.cli", *argv, folder=folder)
+                        taken.setdefault(what, []).append((seconds, seconds / floor[0], *rest))
+                for what, rows in taken.items():
+                    seconds, ratio, processor, memory = (
+                        statistics.median(column) for column in zip(*rows, strict=True)
+                    )
                     print(
-                        f"{count:5}  {what:15} {seconds:8.1f} {seconds / floor:13.2f} {processor:10.1f} {memory:12.0f}",
+                        f"{count:5}  {what:15} {seconds:8.2f} {ratio:13.2f} {processor:10.1f} {memory:12.0f}",
                         flush=True,
                     )
             finally:

@@ -146,6 +146,7 @@ def _tables(session: Session) -> tuple[list[Table], TridockError | None]:
     from tridock.report.run_tables import queue_table, status_table
 
     ask_for_runs(session)
+    session.reads_keys = False
     there, failure = session.reachable()
     tables = [_node_table(there)]
     try:

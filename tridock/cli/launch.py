@@ -213,6 +213,7 @@ def reachable(session: Session) -> tuple[Session, TridockError | None]:
     from tridock.ops.runs.registry import ask_for_runs
 
     ask_for_runs(session)
+    session.reads_keys = False
     there, failure = session.reachable()
     if failure is not None:
         if not there.nodes:
@@ -269,6 +270,7 @@ def _runs(arguments: argparse.Namespace) -> int:
 
     session = open_session(arguments)
     ask_for_runs(session)
+    session.reads_keys = False
     session, failure = session.reachable()
     listed = list_runs(session)[::-1] if session.nodes else []
     if arguments.json:

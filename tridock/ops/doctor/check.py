@@ -1,16 +1,17 @@
 """The doctor: asks hosts and nodes, compares their answers, and tries what a launch will do."""
 
+from __future__ import annotations
+
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from tridock.contracts.mesh_answers import MeshAnswer
 from tridock.contracts.node_answers import PROTOCOL, HostKey, NodeReport, QuickReport
 from tridock.errors import ClusterError, TridockError, count
-from tridock.experiment import Experiment
 from tridock.ops.doctor.allreduce import reduce_all
 from tridock.ops.doctor.consistency_checks import (
     clock_findings,
@@ -34,12 +35,13 @@ from tridock.ops.doctor.limit_checks import limit_findings, space_findings
 from tridock.ops.doctor.network_checks import network_findings
 from tridock.ops.doctor.ssh_checks import ssh_findings
 from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.runs.preflight import check_nodes
-from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.runs.registry import list_runs
-from tridock.plan import Plan
 from tridock.progress import size_text
 from tridock.remote import Host, on_all, raise_failures
+
+if TYPE_CHECKING:
+    from tridock.experiment import Experiment
+    from tridock.plan import Plan
 
 T = TypeVar("T")
 R = TypeVar("R", bound=QuickReport)
@@ -204,6 +206,8 @@ def _probe_mesh(session: Session, reports: Reports, report: Report) -> None:
 
 
 def _planned(session: Session, request: Request) -> tuple[Experiment, Plan]:
+    from tridock.ops.runs.prepare import assumptions_for, prepare  # most checks need no plan, which takes its time
+
     cluster = session.cluster
     prepared = prepare(request.config, cluster.slots, assumptions_for(cluster), request.overrides, force=True)
     return prepared.experiment, prepared.plan
@@ -211,6 +215,8 @@ def _planned(session: Session, request: Request) -> tuple[Experiment, Plan]:
 
 def _data(session: Session, config: Path, experiment: Experiment, plan: Plan, report: Report) -> None:
     """Checks what a launch would: the same files everywhere, and a port for the rendezvous."""
+    from tridock.ops.runs.preflight import check_nodes
+
     why = "every rank reads it; a launch refuses to start"
     try:
         found = check_nodes(session, config, experiment, plan)

@@ -89,12 +89,16 @@ class AttachedCommand:
 
 
 @contextmanager
-def nodes_locked(session: Session) -> Iterator[None]:
-    """Allows one command at a time, from any machine, to change a cluster's nodes. The head's host keeps the lock."""
+def nodes_locked(session: Session, meanwhile: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Allows one command at a time, from any machine, to change a cluster's nodes. The head's host keeps the lock.
+
+    ``meanwhile`` is called while the lock is on its way.
+    """
     host = session.hosts[session.head]
     lock = Command.of("sh", "-c", _LOCK, "lock", session.transport.lock_file())
     command = AttachedCommand(host, lock, "the cluster's nodes cannot be locked")
     try:
+        meanwhile()
         try:
             locked = command.line()
         except ClusterError:

@@ -35,7 +35,7 @@ if command -v nvidia-smi >/dev/null 2>&1; then
 fi
 if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
 case $3 in '~'/*) keys=$HOME/${3#*/};; *) keys=$3;; esac
-if cd "$keys" 2>/dev/null; then
+if [ -n "$keys" ] && cd "$keys" 2>/dev/null; then
   echo 'keys 1'
   sha256sum -- * 2>/dev/null
   stat -c 'mode %a %n' . * 2>/dev/null
@@ -108,7 +108,7 @@ class HostState:
 def facts_command(
     image: str, container: str, keys: str, images: str, workspace: tuple[str, str], question: Sequence[str] = ()
 ) -> Command:
-    """The command that prints the facts; ``image``, ``container`` and the folder ``keys`` are what to look for.
+    """The command that prints the facts; ``image``, ``container`` and the folder ``keys``, if any, are looked for.
 
     The file ``images`` lists the images that the host was sent, one a line, by all their ids. ``question`` are
     arguments of ``docker exec`` after its user. The command then ends as it, but only where the container runs and its

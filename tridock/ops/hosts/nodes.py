@@ -15,7 +15,7 @@ from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.keys import KeyStore, distribute_keys, key_steps
 from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.image.ensure import ensure_image, lacking, wanted_image
+from tridock.ops.image.ensure import ensure_image, image_of_hosts, lacking, local_image_id
 from tridock.ops.image.wrap import ensure_wrapped
 from tridock.remote import Completed, Host, LocalHost
 from tridock.remote.host import FILES_TIMEOUT_S, shortened
@@ -38,8 +38,9 @@ _DOWN = '[ -z "$1" ] || docker rm --force "$1" || exit; shift; rm -rf -- "$@"'
 def up(session: Session) -> str:
     """Provides missing or outdated keys, images and nodes; leaves current ones alone. Returns the image's id."""
     ensure_wrapped(session.cluster)
-    with nodes_locked(session):
-        image_id = wanted_image(session)
+    local: list[str | None] = []
+    with nodes_locked(session, lambda: local.append(local_image_id(session.cluster.settings.image))):
+        image_id = image_of_hosts(session, *local)
         sends = bool(lacking(session, image_id))
         if not sends:
             _up(session, image_id)
@@ -100,6 +101,7 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
 
 
 def _down(session: Session, force: bool) -> tuple[str, ...]:
+    session.reads_keys = False
     if not force:
         session.ask_with_states(*NODE, "processes")  # for _refuse_while_runs
     there = tuple(node for node, state in session.states().items() if state.container is not None)

@@ -37,6 +37,8 @@ class Session:
         self.hosts: Mapping[str, Host] = connect(cluster)
         self.quiet = False
         """Whether long work shows no progress."""
+        self.reads_keys = True
+        """Whether the hosts' facts include the digest of their keys."""
         self._states: dict[str, HostState] | None = None
         self._question: Callable[[str], tuple[str, ...]] = lambda _: ()
         self._answers: dict[str, tuple[tuple[str, ...], Completed]] = {}
@@ -135,7 +137,7 @@ class Session:
         command = facts_command(
             self.cluster.settings.image,
             transport.container_name(name),
-            transport.secrets_folder(name),
+            transport.secrets_folder(name) if self.reads_keys else "",
             transport.images_file(name),
             transport.workspace_label(),
             (*transport.exec_place(name), *question) if question else (),

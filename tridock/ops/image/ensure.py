@@ -61,8 +61,12 @@ def local_image_id(image: str) -> str | None:
 
 def wanted_image(session: Session) -> str:
     """Returns the operator's image, or if there is none here, the one that all hosts agree on."""
+    return image_of_hosts(session, local_image_id(session.cluster.settings.image))
+
+
+def image_of_hosts(session: Session, local: str | None) -> str:
+    """Returns the operator's image ``local``, or if there is none here, the one that all hosts agree on."""
     image = session.cluster.settings.image
-    local = local_image_id(image)
     if local is not None:
         return local
     found = {state.image_id for state in session.states().values()}

@@ -83,6 +83,11 @@ def _set_widths(table: Table, shown: Console) -> int:
     def frame() -> int:
         return Measurement.get(shown, wide, table).maximum - sum(natural)
 
+    def set_widths(widths: Sequence[int]) -> None:
+        for column, width in zip(table.columns, widths, strict=True):
+            column.width = width
+
+    set_widths(natural)  # the frame's is then known without measuring every cell again
     available = shown.width if shown.is_terminal else _UNBOUNDED
     if sum(widths) + frame() > available:
         table.box, table.show_edge, table.pad_edge, table.padding = SIMPLE_HEAD, False, False, (0, 1, 0, 0)
@@ -91,6 +96,5 @@ def _set_widths(table: Table, shown: Console) -> int:
     for _ in range(min(available - frame(), sum(natural)) - sum(widths)):
         widths[max(range(len(widths)), key=missing)] += 1
     total = sum(widths) + frame()
-    for column, width in zip(table.columns, widths, strict=True):
-        column.width = width
+    set_widths(widths)
     return max(shown.width, total)

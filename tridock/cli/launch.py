@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -183,21 +184,26 @@ def follow(
 
     ``steps``: includes DeepSpeed's launcher's log of its own steps.
     """
-    from tridock.launchers.deepspeed import without_steps
     from tridock.ops.runs.logs import follow as follow_output
     from tridock.ops.runs.registry import folder_of
-    from tridock.ops.runs.triage import check_exit
 
-    stream = follow_output(session, run)
+    chunks: Iterable[bytes] = (stream := follow_output(session, run))
     try:
-        for chunk in stream if steps else without_steps(stream):
+        if not steps:
+            from tridock.launchers.deepspeed import without_steps
+
+            chunks = without_steps(stream)
+        for chunk in chunks:
             if not quiet:
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
     except KeyboardInterrupt:
         say(f"\ndetached: run {run.run_id} continues. {_return_message(arguments, run.run_id)}")
         return EXIT_INTERRUPTED
-    check_exit(session, run, stream.exit_code)
+    if stream.exit_code:
+        from tridock.ops.runs.triage import check_exit
+
+        check_exit(session, run, stream.exit_code)
     if not quiet:
         say(f"run {run.run_id} is done; its folder is {folder_of(session, run)}")
     return 0

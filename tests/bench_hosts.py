@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -143,16 +142,17 @@ def commands(hostfile: str) -> dict[str, tuple[str, ...]]:
 
 
 def timed(*argv: str, folder: Path) -> tuple[float, float, float]:
-    """Seconds on the clock, processor seconds of the command, and the most memory in MB of any so far."""
-    own, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    """Seconds on the clock, processor seconds of the command, and the most memory in MB of one of its processes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    seconds, now = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        sys.exit(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return seconds, now.ru_utime + now.ru_stime - own.ru_utime - own.ru_stime, now.ru_maxrss / 1000
+    with (folder / "output").open("w+") as output:
+        began = time.monotonic()
+        process = subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment, stdout=output, stderr=output)
+        _, status, used = os.wait4(process.pid, 0)
+        seconds = time.monotonic() - began
+        if status:
+            output.seek(0)
+            sys.exit(f"{' '.join(argv)} ended with {os.waitstatus_to_exitcode(status)}:\n{output.read()}")
+    return seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1000
 
 
 def main() -> None:

@@ -174,16 +174,15 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
         store.rotate()
     else:
         store.ensure()
-    session.states()
+    todo = {node: key_steps(session, store, node) for node in session.states()}
 
     def push(node: str, host: Host) -> None:
-        steps, what = key_steps(session, store, node)
-        if steps:  # in one command, which a lost connection does not end
-            line = " && ".join(step.render() for step in steps)
-            done = host.run(Command.of("sh", "-c", line, stdin=steps[0].stdin), timeout=FILES_TIMEOUT_S)
-            replace(done, command=what).checked(node)
+        steps, what = todo[node]  # in one command, which a lost connection does not end
+        line = " && ".join(step.render() for step in steps)
+        done = host.run(Command.of("sh", "-c", line, stdin=steps[0].stdin), timeout=FILES_TIMEOUT_S)
+        replace(done, command=what).checked(node)
 
-    session.each(push)
+    session.each(push, only=tuple(node for node, (steps, _) in todo.items() if steps))
     return store
 
 

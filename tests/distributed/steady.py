@@ -7,6 +7,7 @@ given. Anything else is on request: a file ``<rank>-<word>`` in the run's folder
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import subprocess
 import sys
@@ -49,7 +50,8 @@ def train(folder: Path, rank: int, steps: int, load: bool) -> None:
         time.sleep(STEP_S)
         heartbeat.beat(heartbeat.TRAIN, iteration)
         if iteration % 10 == 0 and rank == 0:
-            write_atomic(folder / "checkpoints" / f"iter_{iteration:07d}" / MANIFEST, b"{}")
+            manifest = json.dumps({"iteration": iteration, "files": {}})
+            write_atomic(folder / "checkpoints" / f"iter_{iteration:07d}" / MANIFEST, manifest.encode())
         obey(folder, rank)
     heartbeat.beat(heartbeat.END)
     if rank == 0:

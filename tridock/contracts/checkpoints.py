@@ -1,5 +1,6 @@
 """File names in a checkpoint folder. Engines write them; the supervisor, launch and replan read them."""
 
+import itertools
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,12 @@ def newest(folder: Path, since: float = 0.0) -> tuple[int, Path] | None:
             if (path / MANIFEST).stat().st_mtime >= since:
                 found.append((iteration, path))
     return max(found, default=None)
+
+
+def set_aside(folder: Path) -> Path:
+    """Renames a checkpoint so that nothing loads, overwrites or removes it; returns its new path."""
+    candidates = (folder.with_name(f"{folder.name}.set-aside-{number}") for number in itertools.count(1))
+    return folder.rename(next(path for path in candidates if not path.exists()))
 
 
 def saved_in(folder: Path) -> dict[int, Path]:

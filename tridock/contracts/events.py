@@ -43,6 +43,7 @@ class Event(StrEnum):
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
     TAKEN_OVER = "taken_over"  # node (that supervises from now on), previous, token, reason
+    COPY_FAILED = "copy_failed"  # node (that may take over the run), iteration, reason
     RUN_MOVED = "run_moved"  # lost, nodes, layout, world_size, reason
     # Written in a Slurm job.
     JOB_STARTED = "job_started"  # job, nodes, again

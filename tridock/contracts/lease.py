@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from tridock.contracts import run_folder
 from tridock.contracts.codec import decode, encode
@@ -43,6 +43,11 @@ def newest(folder: Path) -> int:
     return max(_tokens(folder), default=0)
 
 
+def record(folder: Path, token: int, lease: Lease) -> None:
+    """Writes the lease of a run whose nodes have voted: the nodes that see it share the supervisor's folder."""
+    run_folder.write_atomic(_path(folder, token), _encoded(lease))
+
+
 def read(folder: Path, token: int) -> Lease | None:
     """Returns the lease, or None if it cannot be read."""
     try:
@@ -51,8 +56,36 @@ def read(folder: Path, token: int) -> Lease | None:
         return None
 
 
+class RunLease(Protocol):
+    """The lease of a supervisor, however it is held."""
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def prepared_at(self) -> float: ...
+
+    def start(self) -> None:
+        """Begins to renew it, if that takes more than :meth:`renew`."""
+
+    def check(self) -> None:
+        """Raises :class:`LeaseLostError` if this process may not supervise the run any more."""
+
+    def renew(self) -> None:
+        """Renews the lease if it is time to. Raises like :meth:`check`."""
+
+    def ends_ranks_here(self) -> bool:
+        """Whether this node's ranks are still this supervisor's once it has lost the lease."""
+
+    def note_copy(self, iteration: int) -> None:
+        """Notes that another node has a copy of the run's folder with the checkpoint of ``iteration``."""
+
+    def end(self) -> None:
+        """Gives the lease back: the run is over."""
+
+
 class HeldLease:
-    """The lease that this process holds."""
+    """The lease that this process holds, as a file in the folder that all nodes share."""
 
     def __init__(self, folder: Path, token: int, lease: Lease) -> None:
         self.token, self.prepared_at = token, lease.prepared_at
@@ -89,6 +122,19 @@ class HeldLease:
         finally:
             partial.unlink(missing_ok=True)
         return cls(folder, token + 1, lease)
+
+    def start(self) -> None:
+        """Does nothing: the supervisor's main loop renews it."""
+
+    def ends_ranks_here(self) -> bool:
+        """Another supervisor has the run, and may have started these ranks."""
+        return False
+
+    def note_copy(self, iteration: int) -> None:
+        """Does nothing: all nodes have the folder itself."""
+
+    def end(self) -> None:
+        """Does nothing: the run's exit code says it."""
 
     def check(self) -> None:
         """Raises :class:`LeaseLostError` if another node has taken the run."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 """Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
 notices; a node whose image has another version is then reported."""
 USAGE: Final = 2
@@ -146,6 +146,14 @@ class SpareStatus:
     missing: tuple[str, ...]
     checkpoint: str | None
     """Fingerprint of the newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """``replica-status``: whether a node shares the run's folder with the head, else what it lacks of a checkpoint."""
+
+    shares: bool
+    lacks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"
 PROFILE: Final = "profile"
 CHECKPOINTS: Final = "checkpoints"
+# On a node that may take over the run: copies of the head's files.
+REPLICA: Final = ".replica"
 EXIT_CODE: Final = "exit_code"
 # exit_code of a run that was stopped: 128 + SIGTERM.
 EXIT_STOPPED: Final = 143

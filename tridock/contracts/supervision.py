@@ -79,6 +79,11 @@ class Supervision:
     """The signal for the ranks of your own program when the job's time is up."""
     observed: bool = False
     """Whether the ranks run your own program without heartbeats, and are found among the run's processes."""
+    replication_factor: int = 1
+    """The number of nodes that hold the files that a successor of the head needs, the head included."""
+    voters: tuple[str, ...] = ()
+    """The nodes that vote on who supervises the run, the same for its whole life; empty if only the head may, or any
+    node that shares the run's folder."""
     prepared_at: float | None = None
     """When the run was first prepared (a file's time), if earlier than this file: a requeued Slurm job resumes from
     checkpoints that it wrote before."""
@@ -90,6 +95,11 @@ class Supervision:
     def watched(self) -> tuple[str, ...]:
         """All nodes that the supervisor watches."""
         return (self.head, *self.remote) if self.on_head else self.remote
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The nodes that get copies of the head's files, and may take over."""
+        return self.remote[: self.replication_factor - 1] if self.voters else ()
 
     @property
     def may_be_taken_over(self) -> bool:

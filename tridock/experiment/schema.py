@@ -305,6 +305,12 @@ class Restart(Section):
     min_nodes: Positive = Field(
         default=1, description="Minimum number of nodes to continue with; with fewer, the run ends."
     )
+    replication_factor: Annotated[Positive, Field(le=5)] = Field(
+        default=1,
+        description="Number of nodes that hold what a successor of the head needs, the head included: one of them"
+        " supervises the run if the head is lost, even if the nodes do not share runs/. 2 or more needs max and at"
+        " least 3 nodes, spares included. One node, and runs under Slurm, ignore it.",
+    )
 
 
 class Experiment(Section):

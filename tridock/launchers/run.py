@@ -13,7 +13,9 @@ from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.run_folder import RENDEZVOUS_PORTS
 from tridock.contracts.supervision import Reach, Supervision
+from tridock.contracts.vote import FEWEST_VOTERS, voters_among
 from tridock.engines import RankProgram, checkpoints_folder, rank_program
+from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.deepspeed import environment_file
 from tridock.plan import Assessment
@@ -37,6 +39,8 @@ class RunRequest:
     """Nodes that may replace a lost one."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """As in :class:`Supervision`."""
+    voters: tuple[str, ...] = ()
+    """Those of a run that has already started; empty for a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +132,28 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
         reach=launcher.reach,
         scheduler=launcher.scheduler,
         on_head=start.on_head,
+        replication_factor=experiment.restart.replication_factor,
+        voters=_voters(request, launcher, start),
         prepared_at=start.prepared_at,
         trackers=tuple(tracker.contract for tracker in experiment.trackers),
         notify=contracts(experiment.notify),
     )
+
+
+def _voters(request: RunRequest, launcher: Launcher, start: Start) -> tuple[str, ...]:
+    """Returns the nodes that vote on who supervises the run, if it has copies for that."""
+    factor = request.experiment.restart.replication_factor
+    if request.voters or factor == 1 or launcher.scheduler is not None or not start.remote:
+        return request.voters
+    nodes = (*request.slots, *request.spares)
+    if not request.experiment.restart.max:
+        what, todo = "above 1 is for runs that restart", "set restart.max, or leave it out"
+        raise RequestError(Problem("restart.replication_factor", what, "restart.max: 0", todo))
+    if len(nodes) < FEWEST_VOTERS:
+        what = f"above 1 needs at least {FEWEST_VOTERS} nodes, of which a majority must outlive the head"
+        todo = "add a node or a spare, or leave it out"
+        raise RequestError(Problem("restart.replication_factor", what, ", ".join(nodes), todo))
+    return voters_among(nodes)
 
 
 def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, bytes]:

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     keep = commands.add_parser(
         "keep-secrets", parents=[folder], help="keep a run's secrets from stdin, on a node that sees the head's files"
     )
-    keep.set_defaults(action=verbs.keep_secrets_of_a_shared_run)
+    keep.set_defaults(action=verbs.keep_secrets_of_a_successor)
 
     queue = commands.add_parser("queue", parents=[workspace], help="print the runs that wait for slots, as JSON")
     queue.set_defaults(action=verbs.queue)
@@ -133,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "agent", parents=[folder], help="watch and end the ranks of a run on this node; reads orders from stdin"
     )
     agent.add_argument("node")
+    agent.add_argument("--token", type=int, default=0, help="that of the supervisor's lease, if nodes vote on it")
     agent.set_defaults(action=verbs.agent)
 
     stop = commands.add_parser("stop", parents=[workspace], help="end the processes of a run")
@@ -145,6 +146,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     spare.add_argument("--reserve", action="store_true", help="reserve the node for the run if it can")
     spare.set_defaults(action=verbs.spare_status)
+
+    vote = commands.add_parser(
+        "vote", parents=[folder], help="vote on who supervises a run; reads requests from stdin, a line of JSON each"
+    )
+    vote.add_argument("node")
+    vote.set_defaults(action=verbs.vote)
+
+    replica = commands.add_parser(
+        "replica-status", parents=[folder], help="print what this node lacks of a checkpoint; reads its manifest"
+    )
+    replica.add_argument("--token", type=int, required=True, help="that of the supervisor's lease")
+    replica.add_argument("--checkpoint", default="", metavar="NAME", help="the checkpoint's folder")
+    replica.set_defaults(action=verbs.replica_status)
 
     receive = commands.add_parser(
         "receive-files", parents=[folder], help="unpack a tar archive from stdin into a folder"

@@ -42,11 +42,14 @@ def enqueue(arguments: argparse.Namespace) -> node_answers.QueuedRun:
     return enqueue(arguments.folder)
 
 
-def keep_secrets_of_a_shared_run(arguments: argparse.Namespace) -> None:
+def keep_secrets_of_a_successor(arguments: argparse.Namespace) -> None:
     from tridock.contracts.lease import newest
+    from tridock.contracts.supervision import Supervision
 
     secrets, queue = json.load(sys.stdin), arguments.folder.parent / run_folder.QUEUE
-    if newest(arguments.folder) or any(queue.glob(f"*-{arguments.folder.name}.json")):
+    supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
+    is_replica = os.environ.get(environment.NODE, "") in supervision.replicas
+    if is_replica or newest(arguments.folder) or any(queue.glob(f"*-{arguments.folder.name}.json")):
         keep_secrets(arguments.folder, secrets)
 
 
@@ -166,6 +169,12 @@ def agent(arguments: argparse.Namespace) -> None:
     from tridock.node.agent.node_agent import run_agent
 
     supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
+    if supervision.voters:
+        from tridock.node.agent.voter import vote_of
+
+        if (newer := vote_of(arguments.folder, arguments.node)).token > arguments.token:
+            todo = "end this supervisor: it has lost the run"
+            raise RequestError(Problem(arguments.node, f"is supervised from {newer.node} now", newer.holder, todo))
     ranks = supervision.ranks[arguments.node]
     on_head = arguments.node == supervision.head
     if run_agent(arguments.folder, arguments.node, ranks, on_head=on_head, observed=supervision.observed):
@@ -190,6 +199,18 @@ def spare_status(arguments: argparse.Namespace) -> node_answers.SpareStatus:
     from tridock.node.supervisor.failover import spare_status
 
     return spare_status(arguments.folder, reserve=arguments.reserve)
+
+
+def vote(arguments: argparse.Namespace) -> None:
+    from tridock.node.agent.voter import answer_requests
+
+    answer_requests(arguments.folder, arguments.node)
+
+
+def replica_status(arguments: argparse.Namespace) -> node_answers.ReplicaStatus:
+    from tridock.node.agent.replica import status
+
+    return status(arguments.folder, arguments.token, arguments.checkpoint, sys.stdin.buffer.read())
 
 
 def receive_files(arguments: argparse.Namespace) -> None:

@@ -158,6 +158,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "restart.window": (99, {}),
     "restart.node_timeout": (99, {}),
     "restart.min_nodes": (2, {}),
+    "restart.replication_factor": (2, {}),
     "trackers": ([{"name": "wandb"}], {}),
     "notify": ([{"variable": "A"}], {}),
     "megatron_args": (("--num-workers", "0"), {}),

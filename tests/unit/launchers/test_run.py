@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tridock.contracts.supervision import Supervision
+from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
 from tridock.launchers.local import Local
 from tridock.launchers.run import Launcher, RunBundle, RunRequest, default_port, make_bundle
@@ -100,6 +101,20 @@ def test_files_of_the_folder() -> None:
     assert json.loads(made.files["manifest.json"]) == {"image": "sha256:1", "run_id": RUN_ID}
     assert json.loads(made.files["ds_config.json"])["train_batch_size"] == 4
     assert json.loads(made.files["plan.json"])["world_size"] == 4
+
+
+def test_copies_of_the_head_need_voters() -> None:
+    """Without a majority that outlives the head nobody may take over; a node alone has no use for them."""
+    with pytest.raises(RequestError) as caught:
+        bundle("two-nodes", "restart.max=3", "restart.replication_factor=2")
+    assert str(caught.value) == (
+        "restart.replication_factor: above 1 needs at least 3 nodes, of which a majority must outlive the head; "
+        "got node-1, node-2; add a node or a spare, or leave it out"
+    )
+    with pytest.raises(RequestError, match="above 1 is for runs that restart"):
+        bundle("two-nodes", "restart.replication_factor=2")
+    made = bundle("one-node", "restart.max=3", "restart.replication_factor=2", launcher=Local())
+    assert Supervision.from_json(made.files["supervision.json"].decode()).voters == ()
 
 
 def test_what_the_supervisor_has_to_know() -> None:

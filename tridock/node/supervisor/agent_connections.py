@@ -12,7 +12,7 @@ from typing import IO, Final, TypeVar
 
 from tridock.contracts import environment
 from tridock.contracts.codec import decode
-from tridock.contracts.lease import HeldLease
+from tridock.contracts.lease import RunLease
 from tridock.contracts.node_answers import Space
 from tridock.contracts.rank_status import AgentMessage, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
@@ -142,12 +142,16 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[b
 class AgentConnections:
     """The connections to the agents of all nodes that the supervisor watches."""
 
-    def __init__(self, folder: Path, supervision: Supervision, lease: HeldLease) -> None:
+    def __init__(self, folder: Path, supervision: Supervision, lease: RunLease) -> None:
         self._lease = lease
+        # A node that has voted for a newer supervisor refuses an older one's agent.
+        token = (f"--token={lease.token}",) if supervision.voters else ()
         self._nodes = {}
         for node in supervision.watched:
             reach = supervision.reach if node in supervision.remote else Reach()
-            self._nodes[node] = _Connection(node, reach.command(node, "agent", str(folder), node), reach.first_answer_s)
+            self._nodes[node] = _Connection(
+                node, reach.command(node, "agent", *token, str(folder), node), reach.first_answer_s
+            )
         self._selector = selectors.DefaultSelector()
         self._polled = time.monotonic()
         self._closed = threading.Event()

@@ -60,10 +60,10 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, from_sc
     _keep(folder, files)
     try:
         for node in after.remote:
-            answer = answers.get(node)
+            answer = answers.get(node) or _if_other_ranks(folder, supervision, after, node)
             if not from_scratch and isinstance(answer, SpareStatus):
                 _bring_checkpoint(after, node, answer.checkpoint)
-            _send(after.reach, node, folder, _archive(files))
+            send(after.reach, node, folder, _archive(files))
     except ClusterError as error:
         return FailoverResult(str(error) + unready)
     for name, content in _archive(files):
@@ -71,6 +71,15 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, from_sc
     about = {"lost": lost, "nodes": found.nodes, "layout": found.layout, "world_size": found.world_size}
     append_event(folder, Event.RUN_MOVED, **about, reason=found.summary + unready)
     return FailoverResult(found.summary + unready, after)
+
+
+def _if_other_ranks(folder: Path, before: Supervision, after: Supervision, node: str) -> SpareStatus | str | None:
+    """Returns what a node has that gets other ranks than before, and so may lack their part of the checkpoint.
+
+    That happens where another node leads a run whose nodes do not share its folder.
+    """
+    changed = before.voters and before.ranks.get(node) != after.ranks[node]
+    return _ask(before.reach, folder, node) if changed else None
 
 
 def _new_layout(
@@ -140,7 +149,7 @@ def _bring_checkpoint(supervision: Supervision, node: str, seen: str | None) -> 
     files = sorted(
         (path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: (path == manifest, path)
     )
-    _send(supervision.reach, node, folder, ((str(path.relative_to(folder)), path) for path in files))
+    send(supervision.reach, node, folder, ((str(path.relative_to(folder)), path) for path in files))
 
 
 def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
@@ -148,7 +157,7 @@ def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
     yield from sorted(files.items(), key=lambda item: item[0] == run_folder.SUPERVISION)
 
 
-def _send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, bytes | Path]]) -> None:
+def send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, bytes | Path]]) -> None:
     """Writes files below ``folder`` on a node. Raises :class:`ClusterError`."""
     pipe = subprocess.PIPE
     command = reach.command(node, "receive-files", str(folder))

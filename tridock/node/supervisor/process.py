@@ -16,16 +16,19 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import appends, heartbeat, run_folder
-from tridock.contracts.lease import HeldLease, LeaseLostError
+from tridock.contracts.lease import HeldLease, LeaseLostError, RunLease
 from tridock.contracts.run_state import LOCK, state_of
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
+from tridock.node.agent.processes import stop_processes
 from tridock.node.queue import start_next
 from tridock.node.supervisor.run_supervisor import RunSupervisor
 from tridock.node.supervisor.sinks import SinkProcesses
+from tridock.node.supervisor.voted_lease import VotedLease, prepared_at
 
 _POLL_S: Final = 0.2
 _ROOM_S: Final = 60.0
+_GRACE_S: Final = 3.0
 
 
 def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
@@ -129,11 +132,12 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def take_over(folder: Path, supervision: Supervision, lease: HeldLease, previous: str) -> None:
+def take_over(folder: Path, supervision: Supervision, lease: RunLease, previous: str) -> None:
     """Starts the supervisor on this node, which has the lease but no lock yet, to replace that of ``previous``."""
 
     def work() -> int:
         _replace_lock(folder)
+        lease.start()
         return _see_to_end(folder, supervision, lease, lambda supervisor: supervisor.take_over(previous))
 
     if os.fork() == 0:
@@ -174,8 +178,11 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
     The inherited lock stays open until it exits, and is not passed on to the run.
     """
     supervision = _supervision(folder)
-    prepared_at = supervision.prepared_at or (folder / run_folder.SUPERVISION).stat().st_mtime
-    lease = HeldLease.first(folder, supervision.head, prepared_at)
+    try:
+        lease = _first_lease(folder, supervision)
+    except LeaseLostError as lost:
+        print(f"tridock: {lost}", flush=True)
+        return 1
 
     def begin(supervisor: RunSupervisor) -> None:
         supervisor.begin(supervisor.script() if again else run_folder.LAUNCH_SCRIPT)
@@ -185,8 +192,14 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
     return _see_to_end(folder, supervision, lease, begin)
 
 
+def _first_lease(folder: Path, supervision: Supervision) -> RunLease:
+    if supervision.voters:
+        return VotedLease.first(folder, supervision)
+    return HeldLease.first(folder, supervision.head, prepared_at(folder, supervision))
+
+
 def _see_to_end(
-    folder: Path, supervision: Supervision, lease: HeldLease, begin: Callable[[RunSupervisor], int | None]
+    folder: Path, supervision: Supervision, lease: RunLease, begin: Callable[[RunSupervisor], int | None]
 ) -> int:
     """Supervises the run to its end and records it; only exits if another node has taken over the run.
 
@@ -211,9 +224,12 @@ def _see_to_end(
         except LeaseLostError as lost:
             print(f"tridock: {lost}", flush=True)
             supervisor.abandon()
+            if lease.ends_ranks_here():
+                stop_processes(folder.name, _GRACE_S)
             sinks.end()
             return 0
     _record_end(folder, code)
+    lease.end()
     sinks.close()
     start_next(folder.parent.parent)
     return 0

@@ -10,7 +10,7 @@ from typing import Final, Self
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event, events_of
-from tridock.contracts.lease import HeldLease
+from tridock.contracts.lease import RunLease
 from tridock.contracts.records import read_lines
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RunError
@@ -23,6 +23,7 @@ from tridock.node.supervisor.launcher_process import LauncherProcess
 from tridock.node.supervisor.preemption import ProgramPreemption
 from tridock.node.supervisor.printed_metrics import PrintedMetrics
 from tridock.node.supervisor.rank_table import RankTable
+from tridock.node.supervisor.replication import Replication
 from tridock.node.supervisor.restart import (
     RestartAttempt,
     cannot_help,
@@ -63,9 +64,10 @@ _ROOM_BYTES: Final = 1 << 16
 class RunSupervisor:
     """One run, from its first start to its last end."""
 
-    def __init__(self, folder: Path, supervision: Supervision, lease: HeldLease) -> None:
+    def __init__(self, folder: Path, supervision: Supervision, lease: RunLease) -> None:
         self._folder, self._supervision, self._lease = folder, supervision, lease
         self._agents = AgentConnections(folder, supervision, lease)
+        self._replication = Replication(folder, supervision, lease)
         self._steps = StepTimes()
         self._metrics = PrintedMetrics(folder, supervision.metrics)
         self._ranks, self._disks = RankTable(folder), Disks(folder)
@@ -82,6 +84,7 @@ class RunSupervisor:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
+        self._replication.close()
         self._agents.close()
 
     def begin(self, script: str) -> None:
@@ -404,7 +407,9 @@ class RunSupervisor:
             return moved.reason
         self._print(moved.reason)
         self._agents.close()
+        self._replication.close()
         self._supervision = moved.supervision
+        self._replication = Replication(self._folder, moved.supervision, self._lease)
         self._agents = AgentConnections(self._folder, moved.supervision, self._lease)
         self._must_move = False
         return None

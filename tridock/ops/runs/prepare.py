@@ -73,6 +73,7 @@ class Prepared:
         workspace: str = run_folder.WORKSPACE,
         spares: Slots | None = None,
         addresses: Mapping[str, str] | None = None,
+        voters: tuple[str, ...] = (),
     ) -> RunBundle:
         """Returns the first command line and the first files of the run."""
         request = RunRequest(
@@ -86,6 +87,7 @@ class Prepared:
             workspace,
             spares or {},
             addresses or {},
+            voters,
         )
         return make_bundle(request, launcher)
 

@@ -205,6 +205,7 @@ def _bundle(run: Run, assessment: Assessment, head: str) -> RunBundle:
         addresses=supervision.addresses,
         workspace=str(run.folder.parent.parent),
         spares={node: numbers for node, numbers in supervision.spares.items() if node not in slots},
+        voters=supervision.voters,
     )
 
 

@@ -10,7 +10,6 @@ system, its leader, creates and renames folders there and writes the files that 
 thus has the complete checkpoint; otherwise each node has the files that its own ranks need to resume.
 """
 
-import itertools
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tridock.contracts.checkpoints import MANIFEST
+from tridock.contracts.checkpoints import MANIFEST, set_aside
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError, RunError
 from tridock.train.checkpoints import files
@@ -64,7 +63,7 @@ class Checkpoints:
         with self._writing(self.folder, self.ranks):
             if self.leads:
                 left = [n for n in self.names.found(self.folder) if n > iteration or (n == iteration and not continues)]
-                renamed = [_set_aside(self.folder / self.names.folder(number)) for number in sorted(left)]
+                renamed = [set_aside(self.folder / self.names.folder(number)).name for number in sorted(left)]
                 if continues:
                     self._point(iteration)
                 elif renamed:
@@ -223,11 +222,6 @@ class Checkpoints:
             with suppress(OSError):  # a folder that cannot be removed stays; a full disk is reported by the next save
                 (self.folder / name).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _set_aside(folder: Path) -> str:
-    candidates = (folder.with_name(f"{folder.name}.set-aside-{number}") for number in itertools.count(1))
-    return folder.rename(next(path for path in candidates if not path.exists())).name
 
 
 def check_shared(folder: Path, leader: int) -> None:

@@ -47,8 +47,8 @@ def keep_secrets_of_a_successor(arguments: argparse.Namespace) -> None:
     from tridock.contracts.supervision import Supervision
 
     secrets, queue = json.load(sys.stdin), arguments.folder.parent / run_folder.QUEUE
-    supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
-    is_replica = os.environ.get(environment.NODE, "") in supervision.replicas
+    text = run_folder.read_text(arguments.folder / run_folder.SUPERVISION)
+    is_replica = bool(text) and os.environ.get(environment.NODE, "") in Supervision.from_json(text).replicas
     if is_replica or newest(arguments.folder) or any(queue.glob(f"*-{arguments.folder.name}.json")):
         keep_secrets(arguments.folder, secrets)
 

@@ -59,7 +59,7 @@ def report_of(protocol: int) -> QuickReport:
         ("{}", "another form of answer to node-report"),
         ("no JSON", "another form of answer to node-report"),
         (encode(report_of(PROTOCOL)).replace("disk", "disc"), "another form of answer to node-report"),
-        (encode(report_of(9)), f"protocol 9, {PROTOCOL} here"),
+        (encode(report_of(PROTOCOL + 1)), f"protocol {PROTOCOL + 1}, {PROTOCOL} here"),
     ],
 )
 def test_an_image_is_known_by_its_protocol_and_the_form_of_its_answers(

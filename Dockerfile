@@ -44,8 +44,9 @@ RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
     --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
     . /tools/ca.sh \
     && apt-get update -qq \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libaio-dev \
     && if [ "$FLAVOR" = cpu ]; then \
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ libaio-dev python3-dev python3-venv; \
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ python3-dev python3-venv; \
     fi
 # NVIDIA's images constrain pip to their own versions; here only the locks decide.
 ENV PIP_CONSTRAINT= PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore

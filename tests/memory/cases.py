@@ -155,7 +155,10 @@ def _core() -> Iterator[tuple[str, int, Fields]]:
         ranks, fields = _CORE_LAYOUTS[layout]
         yield f"{layout}-mixtral", ranks, {**fields, **_BF16, **_MIXTRAL, _ACCUMULATED: 8}
     shared = {"model.moe_shared_expert_intermediate_size": 96}
+    gated = {**shared, "model.moe_shared_expert_gate": True, "model.moe_router_pre_softmax": True}
     yield "one-mixtral-shared", 1, {**_BF16, **_MIXTRAL, **shared, _ACCUMULATED: 8}
+    yield "one-mixtral-gated", 1, {**_BF16, **_MIXTRAL, **gated, _ACCUMULATED: 8}
+    yield "tp2-sp-mixtral-gated", 2, {_TP: 2, _SP: True, **_BF16, **_MIXTRAL, **gated, _ACCUMULATED: 8}
     for layout, ranks, fields in (
         ("ep2", 2, {_EP: 2}),
         ("ep2-distributed", 4, {_EP: 2, _DISTRIBUTED: True}),

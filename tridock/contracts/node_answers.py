@@ -190,6 +190,18 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, slots=True)
+class NvmeFolder:
+    """A folder for states that do not fit into memory."""
+
+    problem: str | None
+    """Why ranks cannot write there past the page cache, or None."""
+    free: int = 0
+    """Free bytes of its file system."""
+    device: int = 0
+    """The number of its file system."""
+
+
+@dataclass(frozen=True, slots=True)
 class PreflightAnswer:
     """``preflight``: fingerprints of the run's files and content of its JSON files; None for a missing file."""
 
@@ -205,6 +217,10 @@ class PreflightAnswer:
     """Whether all GPUs of the node have CUDA multicast, if the run needs it."""
     memory: int | None = None
     """Bytes of memory that processes on this node may use: the host's, or the container's limit."""
+    memlock: int | None = None
+    """Bytes that a process may lock in memory; None: any number."""
+    nvme: Mapping[str, NvmeFolder] = field(default_factory=dict)
+    """The folders on NVMe that the run needs."""
     rendezvous: PortAnswer | None = None
     """Of the head."""
     image_manifest: object = None

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from tridock.engines.deepspeed_options import PASSED, zero_option
+from tridock.engines.deepspeed_options import PASSED
 from tridock.engines.fields import as_yaml
-from tridock.engines.offload import Offload
+from tridock.engines.offload import Offload, nvme_config, zero_option
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.deepspeed_json import options
@@ -28,7 +28,7 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": samples // (batch.micro_batch_size * data_parallel_size),
         "gradient_clipping": experiment.optimizer.clip_grad,
-        "zero_optimization": {"stage": experiment.parallel.zero_stage},
+        "zero_optimization": {"stage": experiment.parallel.zero_stage, **nvme_config(experiment)},
     }
     if overlaps_gradients(experiment, data_parallel_size) and experiment.parallel.zero_stage < 3:
         # One bucket fills while the other is sent: two of half the size take the memory of one. Stage 3 does so by
@@ -104,7 +104,8 @@ def zero_states(experiment: Experiment, weights: Parameters, shape: Shape, devic
     found = _on_device(experiment, weights, shape.data)
     if device == "cpu":
         return found
-    return Offload.of(experiment).states(found, experiment, -(-weights.total // shape.data), shape.accumulation)
+    owned, widest = (-(-size // shape.data) for size in (weights.total, _widest(experiment, weights)))
+    return Offload.of(experiment).states(found, experiment, owned, shape, widest)
 
 
 def zero_host_work(experiment: Experiment, weights: int, shape: Shape) -> HostWork:
@@ -142,9 +143,13 @@ def _gathered_elements(experiment: Experiment, weights: Parameters) -> int:
     Each module also gathers ahead, through the forward passes into the backward passes, until
     ``stage3_max_live_parameters`` are there (``partitioned_param_coordinator.py``). The last tensor may exceed that.
     """
-    model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
-    widest = max(weights.embedding, weights.head, *(weight.share(tensor) for weight in layer_weights(model)))
-    return zero_option(experiment, "stage3_max_live_parameters", _LIVE) + widest
+    return zero_option(experiment, "stage3_max_live_parameters", _LIVE) + _widest(experiment, weights)
+
+
+def _widest(experiment: Experiment, weights: Parameters) -> int:
+    """Returns the elements of the largest tensor."""
+    tensor = experiment.parallel.tensor_model_parallel_size
+    return max(weights.embedding, weights.head, *(weight.share(tensor) for weight in layer_weights(experiment.model)))
 
 
 def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]:
@@ -178,7 +183,8 @@ def zero_sent(experiment: Experiment, shape: Shape, weights: int, others: Sent) 
         )
     # Stage 3 gathers the weights for each micro batch, again for the backward pass if that is far off, and
     # scatters the gradients. Tensors of fewer than 1e5 elements stay; here they count as if they did not.
-    reused = zero_option(experiment, "stage3_max_reuse_distance", REUSED)
+    assumed = nvme_config(experiment).get("stage3_max_reuse_distance", REUSED)
+    reused = zero_option(experiment, "stage3_max_reuse_distance", assumed)
     again = all_gather(size, short * max(0, weights - reused // 2))
     return replace(
         others,

@@ -10,14 +10,6 @@ from tridock.experiment import Experiment
 from tridock.experiment.deepspeed_json import AUTO, FIELDS, FORMATS, options
 from tridock.layout.split import either
 
-
-def zero_option(experiment: Experiment, name: str, default: int) -> int:
-    """Returns an option of ``zero_optimization`` from the experiment's own DeepSpeed JSON, or the default."""
-    given = experiment.deepspeed.get("zero_optimization")
-    value = given.get(name, default) if isinstance(given, Mapping) else default
-    return int(value) if isinstance(value, int | float) else default
-
-
 _NUMBER: Final = (int, float)
 _ZERO: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
@@ -45,6 +37,7 @@ PASSED: Final[Mapping[str, type | tuple[type, ...]]] = {
     "prescale_gradients": bool,
     "gradient_predivide_factor": _NUMBER,
     "communication_data_type": str,
+    "aio": dict,
     "flops_profiler": dict,
     "comms_logger": dict,
     **{f"zero_optimization.{name}": kind for name, kind in _ZERO.items()},

@@ -87,6 +87,10 @@ class Engine(ABC):
         """Returns optional Python packages that every node's image must have, each with the field that needs it."""
         return {}
 
+    def nvme_folders(self, _experiment: Experiment) -> Mapping[str, str]:
+        """Returns folders on NVMe that every node must have, each with the field that names it."""
+        return {}
+
     def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
         """Yields global batches that ``replicas`` cannot process, and other problems of this number of replicas."""
         per_pass = experiment.batch.micro_batch_size * replicas

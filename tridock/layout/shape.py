@@ -75,6 +75,12 @@ class States:
     """Weights and optimizer states in the host's memory instead of the GPU's."""
     host_buffers: int = 0
     """Further buffers in the host's memory for offloaded states."""
+    locked: int = 0
+    """Those of ``host_buffers`` that are locked in memory for transfers to NVMe."""
+    swapped: int = 0
+    """Weights and optimizer states on NVMe."""
+    swap_buffers: int = 0
+    """Further bytes on NVMe: gradients of the optimizer's step."""
 
     @property
     def persistent(self) -> int:
@@ -83,12 +89,12 @@ class States:
     @property
     def saved(self) -> int:
         """Returns the bytes of weights and optimizer states, wherever they are: the contents of a checkpoint."""
-        return self.weights + self.optimizer + self.offloaded
+        return self.weights + self.optimizer + self.offloaded + self.swapped
 
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """Bytes that one rank moves in an iteration for states kept in its host's memory."""
+    """Bytes that one rank moves in an iteration for states kept in its host's memory, or on NVMe."""
 
     updated: int = 0
     """Bytes that the optimizer reads and writes in the host's memory."""
@@ -96,6 +102,8 @@ class HostWork:
     """Bytes between GPU and host during the backward passes."""
     weights: int = 0
     """Bytes from host to GPU before the GPU can compute with the weights."""
+    nvme: int = 0
+    """Bytes between the host's memory and NVMe."""
 
 
 def layers_of_stage(experiment: Experiment, stage: int) -> int:

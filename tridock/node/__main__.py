@@ -196,6 +196,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "Python package that the run needs; repeatable"
     preflight.add_argument("--package", dest="packages", action="append", default=[], metavar="NAME", help=text)
     preflight.add_argument("--multicast", action="store_true", help="also print whether the GPUs have CUDA multicast")
+    text = "folder on NVMe that the run needs; repeatable"
+    preflight.add_argument("--nvme", action="append", default=[], metavar="FOLDER", help=text)
     preflight.add_argument("--head", action="store_true", help="also print a free port and the image's manifest")
     preflight.add_argument("--port", type=int, help="with --head: require this port")
     preflight.set_defaults(action=verbs.preflight)

@@ -281,7 +281,8 @@ def evidence(arguments: argparse.Namespace) -> node_answers.Evidence:
 def preflight(arguments: argparse.Namespace) -> node_answers.PreflightAnswer:
     from tridock.node.probes.preflight import preflight
 
-    asked = {name: getattr(arguments, name) for name in ("load", "tokenizers", "packages", "multicast", "head", "port")}
+    names = ("load", "tokenizers", "packages", "multicast", "nvme", "head", "port")
+    asked = {name: getattr(arguments, name) for name in names}
     return preflight(arguments.files, arguments.read, **asked)
 
 

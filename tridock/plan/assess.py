@@ -131,6 +131,7 @@ class Assessment:
                     "startup_bytes": stage.startup_bytes,
                     "checkpoint_copy_bytes": stage.copied_bytes,
                     "offloaded_bytes": stage.offloaded_bytes,
+                    "nvme_bytes": stage.nvme_bytes,
                     "total_bytes": stage.total_bytes,
                     "total_gib": round(stage.total_bytes / GIB, 4),
                     "least_gib": round(stage.least_bytes / GIB, 4),

@@ -32,6 +32,9 @@ HOST_LINK_GB_S: Final = 25.0
 HOST_MEMORY_GB_S: Final = 38.0
 """Assumed rate of the host's memory for each of its 8 GPUs. Two sockets with 8 channels of DDR4-3200 have 410 GB/s;
 STREAM reaches three quarters of that."""
+NVME_GB_S: Final = 1.6
+"""Assumed rate of each of a node's GPUs to NVMe when all use it: 25 GB/s for the 16 of a DGX-2 (Rajbhandari et al.,
+2021, ZeRO-Infinity, figure 2)."""
 _UPDATE_PASSES: Final = 3
 """Passes over the gradients before the optimizer step: for the norm, to clip them, to copy them."""
 
@@ -188,10 +191,11 @@ def _estimate(
 
 
 def _offloading(work: HostWork, backward: float) -> float:
-    """Gradients move to the host during the backward passes. The update on the host and the weights' way back do not
-    overlap."""
+    """Gradients move to the host during the backward passes. The update on the host, the weights' way back, and NVMe
+    do not overlap."""
     gradients, weights = (moved / (HOST_LINK_GB_S * 1e9) for moved in (work.gradients, work.weights))
-    return max(0.0, gradients - backward) + weights + work.updated / (HOST_MEMORY_GB_S * 1e9)
+    on_host = work.updated / (HOST_MEMORY_GB_S * 1e9) + work.nvme / (NVME_GB_S * 1e9)
+    return max(0.0, gradients - backward) + weights + on_host
 
 
 def _exposed(experiment: Experiment, shape: Shape, seconds: float, compute: float) -> float:

@@ -25,10 +25,15 @@ class HostMemory:
     """Offloaded weights and optimizer states, and their buffers."""
     most: int
     """And a copy of a checkpoint that is written in the background."""
+    locked: int = 0
+    """Memory that one rank locks for transfers to NVMe."""
+    nvme: int = 0
+    """Bytes on the node's NVMe."""
 
     def __str__(self) -> str:
         size = f"{self.least / GIB:.1f}" + (f" to {self.most / GIB:.1f}" if self.most > self.least else "")
-        return f"{count(self.ranks, 'rank')} of a node need {size} GiB of its host's memory"
+        nvme = f", and {self.nvme / GIB:.1f} GiB on NVMe" if self.nvme else ""
+        return f"{count(self.ranks, 'rank')} of a node need {size} GiB of its host's memory{nvme}"
 
 
 def host_memory(plan: Plan, memory: Sequence[StageMemory]) -> dict[str, HostMemory]:
@@ -39,7 +44,13 @@ def host_memory(plan: Plan, memory: Sequence[StageMemory]) -> dict[str, HostMemo
     for rank in plan.ranks:
         stage, before = memory[rank.pipeline_parallel_rank], found.get(rank.node, HostMemory(0, 0, 0))
         least = stage.offloaded_bytes
-        found[rank.node] = HostMemory(before.ranks + 1, before.least + least, before.most + least + stage.copied_bytes)
+        found[rank.node] = HostMemory(
+            before.ranks + 1,
+            before.least + least,
+            before.most + least + stage.copied_bytes,
+            max(before.locked, stage.locked_bytes),
+            before.nvme + stage.nvme_bytes,
+        )
     return found
 
 

@@ -81,6 +81,10 @@ class StageMemory:
     """Host memory, not GPU memory, at most: the copy of a checkpoint that is written in the background."""
     offloaded_bytes: int
     """Host memory too: weights and optimizer states kept there instead of on the GPU, and their buffers."""
+    locked_bytes: int
+    """Those of ``offloaded_bytes`` that are locked in memory, for transfers to NVMe."""
+    nvme_bytes: int
+    """Weights, optimizer states and gradients on NVMe."""
     limit_bytes: int | None
 
     @property
@@ -152,6 +156,8 @@ def memory_of_stage(
         startup_bytes=states.startup,
         copied_bytes=engine_of(experiment).copied_bytes(experiment, weights, states) if copies else 0,
         offloaded_bytes=states.offloaded + states.host_buffers,
+        locked_bytes=states.locked,
+        nvme_bytes=states.swapped + states.swap_buffers,
         limit_bytes=None if gpu is None else gpu.memory_bytes,
     )
 

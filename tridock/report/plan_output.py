@@ -242,6 +242,7 @@ def memory_table(assessment: Assessment) -> Table:
         table.add_row("share of GPU", *shares)
     for name, amounts in (
         ("offloaded, in the host's memory", [stage.offloaded_bytes for stage in stages]),
+        ("offloaded, on NVMe", [stage.nvme_bytes for stage in stages]),
         ("copy of a checkpoint, in the host's memory", [stage.copied_bytes for stage in stages]),
     ):
         if any(amounts):

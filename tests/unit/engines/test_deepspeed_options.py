@@ -219,17 +219,28 @@ CPU = {"device": "cpu"}
 
 def test_offloads_that_do_not_work_are_refused() -> None:
     wrong = {
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": 1},
-        "offload_param": CPU,
+        "offload_optimizer": {"device": "disk", "fast_init": True, "pin_memory": 1},
+        "offload_param": {**CPU, "max_in_cpu": 0},
     }
     assert refused({"zero_optimization": wrong}, parallel={"zero_stage": 2}) == [
-        "e.yaml: deepspeed.zero_optimization.offload_optimizer.device: DeepSpeed 0.19.8 resumes such a run with other "
-        "states, without a message; got nvme; set it to cpu",
-        "e.yaml: deepspeed.zero_optimization.offload_optimizer.nvme_path: does not reach DeepSpeed; got /local; "
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer.device: must be cpu, nvme or none; got 'disk'; "
+        "write one",
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer.fast_init: does not reach DeepSpeed; got True; "
         "leave it out",
         "e.yaml: deepspeed.zero_optimization.offload_optimizer.pin_memory: must be true or false; got 1; write one",
+        "e.yaml: deepspeed.zero_optimization.offload_param.max_in_cpu: is of device nvme; got 0; "
+        "set device to nvme, or leave this out",
         "e.yaml: deepspeed.zero_optimization.offload_param: needs ZeRO stage 3; got parallel.zero_stage 2; "
         "set it to 3, or leave this out",
+    ]
+    on_nvme = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "nvme", "buffer_count": 3}}
+    assert refused({"zero_optimization": on_nvme}) == [
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer.buffer_count: must be a whole number from 4; got 3; "
+        "write one",
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer.nvme_path: must be an absolute path; got 'nvme'; "
+        "write a folder on the NVMe of every node, such as /local_nvme",
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer: needs ZeRO stage 3 for device nvme; "
+        "got parallel.zero_stage 2; set it to 3, or leave this out",
     ]
     assert refused({"zero_optimization": {"offload_optimizer": "cpu"}}) == [
         "e.yaml: deepspeed.zero_optimization.offload_optimizer: must be a mapping; got 'cpu'; write {device: cpu}"
@@ -252,6 +263,76 @@ def test_an_offload_reaches_deepspeed_with_torchs_adam() -> None:
     assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
     assert found["zero_force_ds_cpu_optimizer"] is False
     assert "zero_force_ds_cpu_optimizer" not in deepspeed_config(experiment({}), 4)
+
+
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+
+
+def test_states_on_nvme_reach_deepspeed() -> None:
+    """The groups of 1e9 elements and the gathered weights that DeepSpeed has by default need too much memory."""
+    zero = {"stage": 3, "offload_optimizer": NVME, "offload_param": NVME | {"buffer_count": 9}}
+    found = deepspeed_config(experiment({"zero_optimization": zero, "aio": {"queue_depth": 32}}), 4)
+    assert found["zero_optimization"] == zero | {"sub_group_size": 10**8, "stage3_max_reuse_distance": 0}
+    assert found["aio"] == {"queue_depth": 32}
+    own = {"sub_group_size": 7, "stage3_max_reuse_distance": 8}
+    assert deepspeed_config(experiment({"zero_optimization": zero | own}), 4)["zero_optimization"] == zero | own
+
+
+def test_the_plan_knows_what_is_on_nvme() -> None:
+    """Bytes of one of four ranks in bf16: its files, its locked buffers, and what each step reads and writes."""
+    shape = Shape(data=4, accumulation=2, slots=4)
+    model = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 64}
+
+    def on_nvme(**zero: Any) -> Experiment:
+        return experiment({"zero_optimization": {"stage": 3, **zero}}, model=model, precision="bf16")
+
+    plain = on_nvme()
+    engine = engine_of(plain)
+    weights = engine.parameters(plain, 0)
+    owned, widest = weights.total // 4, weights.embedding // 4
+    optimizer = on_nvme(offload_optimizer=NVME, sub_group_size=10**6)
+    states, cpu = engine.states(optimizer, weights, shape, "cuda"), engine.states(plain, weights, shape, "cuda")
+    assert (states.swapped, states.swap_buffers) == (12 * owned, 4 * owned)
+    assert (states.offloaded, states.optimizer, states.gradients) == (0, 0, 0)
+    assert states.locked == 4 * 4 * min(owned, 10**6 + widest) == states.host_buffers - 2 * owned
+    assert states.saved == cpu.saved
+    assert engine.copied_bytes(optimizer, weights, states) == 0 < engine.copied_bytes(plain, weights, cpu)
+    assert engine.host_work(optimizer, shape).nvme == 32 * owned
+    kept = on_nvme(offload_param=NVME, sub_group_size=10**6)
+    assert engine.states(kept, weights, shape, "cuda").swapped == 0  # of fewer than max_in_cpu
+    both = on_nvme(offload_optimizer=NVME, offload_param=NVME | {"max_in_cpu": owned // 2}, sub_group_size=10**6)
+    moved = engine.states(both, weights, shape, "cuda")
+    assert moved.swapped - states.swapped == 2 * (owned - owned // 2)
+    assert moved.offloaded == 2 * (owned // 2)
+    assert engine.host_work(both, shape).nvme == 32 * owned + 5 * 2 * (owned - owned // 2)
+    assert engine.states(on_nvme(offload_optimizer=NVME), weights, Shape(1000, 1, 4), "cuda").swapped == 0  # < 1 MiB
+
+
+def test_nvme_takes_time_and_little_memory_of_the_host() -> None:
+    """13B parameters on eight GPUs: 32 bytes of each move in a step, at the rate that the plan assumes."""
+    model = {"preset": "gpt3-13b", "seq_length": 2048, "checkpoint_activations": True}
+    fields = {"model": model, "batch": {"micro_batch_size": 1}, "precision": "bf16"}
+    assumed = Assumptions(gpu=find_gpu("a100-40gb", "--gpu"))
+    on_host, on_nvme = (
+        assess(
+            experiment({"zero_optimization": {"stage": 3, "offload_optimizer": device}}, **fields),
+            {"node-1": range(8)},
+            "e.yaml",
+            assumed,
+        )
+        for device in (CPU, NVME)
+    )
+    assert on_nvme.memory[0].terms == on_host.memory[0].terms
+    assert str(on_nvme.host_memory["node-1"]) == (
+        "8 ranks of a node need 39.9 GiB of its host's memory, and 192.8 GiB on NVMe"
+    )
+    assert on_nvme.document()["memory"]["stages"][0]["nvme_bytes"] == on_nvme.host_memory["node-1"].nvme // 8
+    assert on_host.cost
+    assert on_nvme.cost
+    assert on_host.cost.estimate
+    assert on_nvme.cost.estimate
+    longer = on_nvme.cost.estimate.offload - on_host.cost.estimate.offload
+    assert longer == pytest.approx(32 * 12.94e9 / 8 / 1.6e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """What a node says of the files that a run would read."""
 
+import errno
 import hashlib
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from tests.unit.node.conftest import answer
-from tridock.node.probes import limits_and_space
+from tridock.node.probes import limits_and_space, preflight
 
 
 def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
@@ -28,6 +30,8 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
         "has_tokenizer": True,
         "missing_packages": [],
         "multicast": None,
+        "memlock": limits_and_space.soft_limit(resource.RLIMIT_MEMLOCK),
+        "nvme": {},
         "rendezvous": None,
         "image_manifest": None,
         "contract": None,
@@ -67,7 +71,35 @@ def test_a_node_without_a_gpu_has_no_multicast() -> None:
 
 
 def test_packages_that_it_does_not_have() -> None:
-    assert answer("preflight", "--package=json", "--package=no_such_package")["missing_packages"] == ["no_such_package"]
+    names = ["json", "json.tool", "no_such_package", "json.none", "none.of.them"]
+    found = answer("preflight", *(f"--package={name}" for name in names))["missing_packages"]
+    assert found == ["no_such_package", "json.none", "none.of.them"]
+
+
+def test_folders_on_nvme(tmp_path: Path) -> None:
+    """Root may write anywhere: a file in the place of a folder stands for one without permission."""
+    file = tmp_path / "file"
+    file.touch()
+    found = answer("preflight", f"--nvme={tmp_path}", f"--nvme={tmp_path}/none", f"--nvme={file}")["nvme"]
+    usable = found[str(tmp_path)]
+    assert (usable["problem"], usable["device"]) == (None, tmp_path.stat().st_dev)
+    assert usable["free"] > 1 << 20
+    assert found[f"{tmp_path}/none"]["problem"] == "no such file or directory"
+    assert found[str(file)]["problem"] == "not a directory"
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tmpfs was until Linux 6.6."""
+    opened = os.open
+
+    def refuse(path: Path, flags: int, mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert preflight._nvme_folder(tmp_path).problem == "its file system has no direct I/O"
 
 
 def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.experiments import make_plan, with_fields
-from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
+from tridock.contracts.node_answers import Fingerprint, NvmeFolder, PreflightAnswer
 from tridock.contracts.supervision import contract
 from tridock.errors import Problem, TridockError
 from tridock.experiment import Experiment, fields_digest
@@ -21,6 +21,7 @@ from tridock.ops.runs.preflight import (
     check_nodes,
     mismatches,
     multicast_problems,
+    nvme_problems,
     package_problems,
     preflight_argv,
     too_little_memory,
@@ -172,6 +173,34 @@ def test_a_hosts_memory_for_offloaded_states(capsys: pytest.CaptureFixture[str])
     nothing = Experiment.model_validate(OFFLOADING | {"deepspeed": {}})
     assert list(too_little_memory(Path("t.yaml"), nothing, plan, {"a": 1, "b": 1})) == []
     assert list(too_little_memory(Path("t.yaml"), experiment, plan, {"a": None, "b": None})) == []
+
+
+def test_states_that_do_not_fit_on_a_nodes_nvme() -> None:
+    """Of 12.9 billion parameters the sixteenth of each rank, 16 bytes each; four buffers of 1e8 and a tensor."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
+    fields = with_fields(OFFLOADING, {"parallel.zero_stage": 3})
+    experiment = Experiment.model_validate(
+        OFFLOADING | {"parallel": {"zero_stage": 3}, "deepspeed": {"zero_optimization": zero}}
+    )
+    asked = {"--nvme=/nvme", "--package=deepspeed.ops.aio.async_io_op"}
+    assert not asked & {*preflight_argv(fields, head=False)}
+    assert asked <= {*preflight_argv(experiment, head=False)}
+    plan = make_plan(experiment, {"a": range(8), "b": range(8)}, "t.yaml")
+    good = PreflightAnswer({}, nvme={"/nvme": NvmeFolder(None, 97 << 30)})
+    assert list(nvme_problems(Path("t.yaml"), experiment, plan, {"a": good, "b": good})) == []
+    answers = {
+        "a": PreflightAnswer({}, nvme={"/nvme": NvmeFolder("no such file or directory")}),
+        "b": PreflightAnswer({}, nvme={"/nvme": NvmeFolder(None, 95 << 30)}, memlock=8 << 20),
+    }
+    where = "t.yaml: deepspeed.zero_optimization.offload_optimizer.nvme_path"
+    assert [*map(str, nvme_problems(Path("t.yaml"), experiment, plan, answers))] == [
+        f"{where}: cannot be written on a; got /nvme: no such file or directory; "
+        "make the folder there, for the user of the nodes, and mount it into them (container.mounts)",
+        f"{where}: 8 ranks of b need 96.4 GiB on NVMe; got 95.0 GiB free in /nvme; free space, or use more nodes",
+        f"{where}: each rank locks 1772 MiB of b's memory for transfers to NVMe; got a limit of 8 MiB; "
+        "raise the limit (container.ulimits.memlock), or lower sub_group_size",
+    ]
+    assert list(nvme_problems(Path("t.yaml"), fields, plan, {})) == []
 
 
 def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 """Engine ``torch`` as the planner and the launchers see it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tridock.engines.deepspeed import zero_host_work, zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
-from tridock.engines.offload import offload_choices
+from tridock.engines.offload import NVME_OP, nvme_folders, offload_choices
 from tridock.engines.torch import legality
 from tridock.engines.torch.fsdp import accumulation_peak, is_sharded, scatter_peak, scatters_each, shards_of
 from tridock.engines.torch.legality import FIELDS
@@ -63,6 +63,17 @@ class Torch(Engine):
         owned, short = -(-count // shards_of(experiment, shape.data)), FORMAT_BYTES[experiment.precision]
         gathered = short * (count - weights.layers)
         return States(4 * owned, 0, 8 * owned, 4 * owned, gathered=gathered, startup=4 * owned)
+
+    def packages(self, experiment: Experiment) -> Mapping[str, str]:
+        field = next(iter(nvme_folders(experiment).values()), None)
+        return {} if field is None else {NVME_OP: field}
+
+    def nvme_folders(self, experiment: Experiment) -> Mapping[str, str]:
+        return nvme_folders(experiment)
+
+    def copied_bytes(self, experiment: Experiment, weights: Parameters, states: States) -> int:
+        """Checkpoints of states on NVMe are written from there, while training waits."""
+        return 0 if nvme_folders(experiment) else super().copied_bytes(experiment, weights, states)
 
     def host_work(self, experiment: Experiment, shape: Shape) -> HostWork:
         return zero_host_work(experiment, self.parameters(experiment, 0).total, shape)

@@ -1,18 +1,23 @@
 """A launch's query of a node before it writes anything there, in one answer."""
 
+import errno
 import hashlib
 import importlib.util
 import json
+import mmap
 import os
+import resource
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tridock.contracts import run_folder
-from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
+from tridock.contracts.node_answers import Fingerprint, NvmeFolder, PreflightAnswer
 from tridock.contracts.supervision import contract
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import cuda_driver
-from tridock.node.probes.limits_and_space import memory
+from tridock.node.probes.limits_and_space import memory, soft_limit
 
 
 def preflight(
@@ -23,6 +28,7 @@ def preflight(
     tokenizers: Sequence[str] = (),
     packages: Sequence[str] = (),
     multicast: bool = False,
+    nvme: Sequence[str] = (),
     head: bool,
     port: int | None,
 ) -> PreflightAnswer:
@@ -36,13 +42,43 @@ def preflight(
         read={name: _json(Path(name)) for name in read},
         loads=load is None or Path(load).is_dir(),
         has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
-        missing_packages=tuple(name for name in packages if importlib.util.find_spec(name) is None),
+        missing_packages=tuple(name for name in packages if not _has_package(name)),
         multicast=cuda_driver().multicast if multicast else None,
         memory=memory(),
+        memlock=soft_limit(resource.RLIMIT_MEMLOCK),
+        nvme={name: _nvme_folder(Path(name)) for name in nvme},
         rendezvous=ports.rendezvous_port(port) if head else None,
         image_manifest=_json(Path(run_folder.CODE, "manifest.json")) if head else None,
         contract=contract() if head else None,
     )
+
+
+def _has_package(name: str) -> bool:
+    """Whether Python finds the module ``name``. Does not import the packages around it, which may take seconds."""
+    outer, *inner = name.split(".")
+    found = importlib.util.find_spec(outer)
+    for part in inner:
+        if found is not None:
+            found = PathFinder.find_spec(part, found.submodule_search_locations or [])
+    return found is not None
+
+
+def _nvme_folder(folder: Path) -> NvmeFolder:
+    probe = folder / f".tridock-nvme-{os.getpid()}"
+    try:
+        file = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
+        try:
+            os.write(file, mmap.mmap(-1, mmap.PAGESIZE))  # aligned
+        finally:
+            os.close(file)
+        found = os.statvfs(folder)
+    except OSError as error:
+        direct = error.errno == errno.EINVAL
+        return NvmeFolder("its file system has no direct I/O" if direct else (error.strerror or str(error)).lower())
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return NvmeFolder(None, found.f_bavail * found.f_frsize, folder.stat().st_dev)
 
 
 def _fingerprint(path: Path) -> Fingerprint | None:

@@ -18,6 +18,7 @@ from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError, count
 from tridock.experiment import Experiment, fields_digest
 from tridock.experiment.inputs import IMAGE_SUFFIXES, TOKENIZER, data_problems, tokenizer_folders
+from tridock.gpus import MIB
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.plan import Plan
 from tridock.plan.host_memory import host_memory_of
@@ -59,6 +60,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     problems += package_problems(config, experiment, answers)
     problems += multicast_problems(config, experiment, answers)
     problems += too_little_memory(config, experiment, plan, {node: it.memory for node, it in answers.items()})
+    problems += nvme_problems(config, experiment, plan, answers)
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:
         raise RequestError(problems)
@@ -96,9 +98,9 @@ def check_files(
     problems += package_problems(config, experiment, {"localhost": answer})
     problems += multicast_problems(config, experiment, {"localhost": answer})
     # Every machine of a run without ssh has as many ranks as this one.
-    problems += too_little_memory(
-        config, experiment, plan, dict.fromkeys((it.node for it in plan.ranks), answer.memory)
-    )
+    alike = dict.fromkeys((it.node for it in plan.ranks), answer)
+    problems += too_little_memory(config, experiment, plan, dict.fromkeys(alike, answer.memory))
+    problems += nvme_problems(config, experiment, plan, alike)
     problems += mismatches(config, experiment, plan, answer)
     if problems:
         raise RequestError(problems)
@@ -110,6 +112,7 @@ def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
     argv = ["preflight", *(f"--package={name}" for name in engine_of(experiment).packages(experiment))]
     if engine_of(experiment).needs_multicast(experiment):
         argv.append("--multicast")
+    argv += [f"--nvme={folder}" for folder in engine_of(experiment).nvme_folders(experiment)]
     if head:
         port = experiment.launch.master_port
         argv += ["--head", *(() if port is None else ("--port", str(port)))]
@@ -211,6 +214,32 @@ def too_little_memory(
         else:
             what = f"with copies of a checkpoint, offloaded states need {need.most / GIB:.1f} GiB of {node}'s memory"
             print(f"warning: {Problem(where, what, got, 'set train.async_save to false')}", file=sys.stderr)
+
+
+def nvme_problems(
+    config: Path, experiment: Experiment, plan: Plan, answers: Mapping[str, PreflightAnswer]
+) -> Iterator[Problem]:
+    """Yields nodes on whose NVMe the run's states cannot lie."""
+    folders = engine_of(experiment).nvme_folders(experiment)
+    if not folders:
+        return
+    need = host_memory_of(experiment, plan)
+    for node, answer in answers.items():
+        there = [(folder, field, answer.nvme[folder]) for folder, field in folders.items()]
+        bad = [(folder, field, found.problem) for folder, field, found in there if found.problem is not None]
+        for folder, field, problem in bad:
+            todo = "make the folder there, for the user of the nodes, and mount it into them (container.mounts)"
+            yield Problem(f"{config}: {field}", f"cannot be written on {node}", f"{folder}: {problem}", todo)
+        free = sum({found.device: found.free for *_, found in there}.values())
+        first, field = next(iter(folders.items()))
+        if not bad and free < need[node].nvme:
+            what = f"{count(need[node].ranks, 'rank')} of {node} need {need[node].nvme / GIB:.1f} GiB on NVMe"
+            got, todo = f"{free / GIB:.1f} GiB free in {first}", "free space, or use more nodes"
+            yield Problem(f"{config}: {field}", what, got, todo)
+        if answer.memlock is not None and answer.memlock < need[node].locked:
+            what = f"each rank locks {need[node].locked / MIB:.0f} MiB of {node}'s memory for transfers to NVMe"
+            todo = "raise the limit (container.ulimits.memlock), or lower sub_group_size"
+            yield Problem(f"{config}: {field}", what, f"a limit of {answer.memlock / MIB:.0f} MiB", todo)
 
 
 def _label(name: str, found: Fingerprint | None) -> str:

@@ -18,10 +18,10 @@ from tridock.train.checkpoints.write_errors import replaced
 
 
 @contextmanager
-def safe_torch_load(more: Sequence[Any] = ()) -> Iterator[None]:
+def safe_torch_load(more: Sequence[Any] = (), mmap: bool = False) -> Iterator[None]:
     """Makes torch.load accept only tensors, plain values, four classes of DeepSpeed, and ``more``. A context manager.
 
-    DeepSpeed itself calls it with ``weights_only=False``.
+    DeepSpeed itself calls it with ``weights_only=False``. With ``mmap`` it reads tensors when they are used.
     """
     # Without it, DeepSpeed prints on standard output which one it has found.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -33,7 +33,7 @@ def safe_torch_load(more: Sequence[Any] = ()) -> Iterator[None]:
     load = torch.load
 
     def strict(*given: Any, **named: Any) -> Any:
-        return load(*given, **{**named, "weights_only": True})
+        return load(*given, **{**named, "weights_only": True, **({"mmap": True} if mmap else {})})
 
     known = [DynamicLossScaler, StaticLossScaler, ZeroStageEnum, fragment_address, (_member, "builtins.getattr")]
     with torch.serialization.safe_globals([*known, *more]), replaced(torch, "load", strict):

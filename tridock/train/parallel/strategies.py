@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from tridock.contracts import environment
 from tridock.contracts.checkpoints import zero_file
 from tridock.contracts.run_folder import DEEPSPEED_CONFIG
+from tridock.engines.offload import Offload
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints.pickles import safe_torch_load
 from tridock.train.checkpoints.snapshot import Write, state_on_host, write_by_torch_save
+from tridock.train.checkpoints.zero_on_nvme import states_on_nvme
 from tridock.train.checkpoints.zero_reshard import resharded
 from tridock.train.models.gpt import parameter_groups
 from tridock.train.models.layered import LayeredModel, draw_weights, fill
 from tridock.train.models.resnet import average_statistics
 from tridock.train.parallel.loss_scale import LossScaler
+from tridock.train.parallel.nvme import config_of_rank
 from tridock.train.parallel.update import clip_and_step
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, Phases
 from tridock.train.rank.process_group import Ranks
@@ -104,7 +107,7 @@ def build_strategy(model: LayeredModel, experiment: Experiment, ranks: Ranks, ru
     """Builds the experiment's strategy; ``model`` is on the meta device, and its weights are not yet drawn."""
     if experiment.parallel.strategy == "ddp":
         return DistributedDataParallel(model, experiment, ranks)
-    return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size))
+    return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size), run_folder.name)
 
 
 def _adamw(model: nn.Module, experiment: Experiment) -> torch.optim.AdamW:
@@ -224,7 +227,9 @@ class Zero:
     In bf16 and fp16 the model itself has that dtype; the optimizer holds fp32 master weights.
     """
 
-    def __init__(self, model: LayeredModel, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
+    def __init__(
+        self, model: LayeredModel, experiment: Experiment, ranks: Ranks, config: dict[str, Any], run: str = ""
+    ) -> None:
         deepspeed = import_deepspeed(ranks)
         self.stage, self.world_size = experiment.parallel.zero_stage, ranks.world_size
         self.precision = experiment.precision
@@ -235,6 +240,9 @@ class Zero:
         if self.scaler is not None and experiment.precision == "fp16":
             config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale.item()}}
         model.to(DTYPES[experiment.precision])
+        self.on_nvme = Offload.of(experiment).on_nvme
+        if self.on_nvme:
+            config = config_of_rank(config, model, run, ranks)
         if self.stage == 3:
             _partition(model, partial(deepspeed.zero.Init, config_dict_or_path=config), ranks.device)
         else:
@@ -315,11 +323,18 @@ class Zero:
         save = partial(
             self.engine.save_checkpoint, str(folder.parent), tag=folder.name, client_state=own, save_latest=False
         )
+        if self.on_nvme:
+            # A copy in memory is what the run has no room for.
+            with states_on_nvme(self.engine):
+                write_by_torch_save(save, (self.engine, "_copy_recovery_script"), from_copy=False)()
+            return lambda: None
         return write_by_torch_save(save, (self.engine, "_copy_recovery_script"), from_copy=background is not None)
 
     def load(self, folder: Path, saved: int) -> None:
         other = saved != self.world_size and self.stage > 0
-        with safe_torch_load(), resharded(self.engine, folder, self._files_of, saved) if other else nullcontext():
+        swapped = states_on_nvme(self.engine) if self.on_nvme else nullcontext()
+        moved = resharded(self.engine, folder, self._files_of, saved) if other else nullcontext()
+        with safe_torch_load(mmap=self.on_nvme), swapped, moved:
             _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
@@ -327,13 +342,16 @@ class Zero:
 
 def _partition(model: LayeredModel, zero_init: Callable[..., Any], device: torch.device) -> None:
     """Draws the initial weights one at a time; DeepSpeed keeps this rank's partition of each."""
-    drawn = copy.deepcopy(model)
+    drawn, swapper = copy.deepcopy(model), None
 
     def take(name: str, whole: Tensor) -> None:
+        nonlocal swapper
         module, _, key = name.rpartition(".")
-        parameter = nn.Parameter(whole.to(device, drawn.get_parameter(name).dtype))
+        parameter: Any = nn.Parameter(whole.to(device, drawn.get_parameter(name).dtype))
         setattr(model.get_submodule(module), key, parameter)
-        zero_init(module=nn.ParameterList([parameter]))
+        # Each new swapper would remove the files of the one before.
+        zero_init(module=nn.ParameterList([parameter]), param_swapper=swapper)
+        swapper = parameter.nvme_swapper
 
     draw_weights(drawn, take)
 

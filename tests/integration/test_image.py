@@ -96,7 +96,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.accelerator import get_accelerator
 assert shutil.which("g++") is None and shutil.which("cc") is None
 deepspeed.init_distributed("gloo")
-for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder"):
+for name in ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder"):
     get_accelerator().create_op_builder(name).load()
 deepspeed.comm.destroy_process_group()
 """

@@ -49,6 +49,8 @@ install_deepspeed() {
     MAX_JOBS=$(nproc)
     if [[ $FLAVOR == cpu ]]; then
         export DS_BUILD_SHM_COMM=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 PORTABLE_CXX_FIRST="-I$HERE/include"
+        # DeepSpeed 0.19.8 does not link its ops for CPUs with the libraries that they name.
+        export LDFLAGS="-Wl,--no-as-needed -laio"
     elif command -v nvcc >/dev/null; then
         # For every GPU generation in TORCH_CUDA_ARCH_LIST, which NVIDIA's images set.
         export DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1

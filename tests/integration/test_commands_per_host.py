@@ -15,7 +15,7 @@ HOSTS = 3
 # On the head, and on each other host. The head also keeps the lock of `up` and `down`, the queue, a run's log, the
 # rendezvous port, and starts runs and connections to all nodes.
 COMMANDS = {
-    "up, first": (3, 2),
+    "up, first": (4, 3),
     "up, again": (2, 1),
     "status": (2, 1),
     "check": (3, 1),
@@ -24,7 +24,7 @@ COMMANDS = {
     "stop": (2, 2),
     "keys": (1, 1),
     "down --force": (3, 2),
-    "up": (3, 2),
+    "up": (4, 3),
     "down": (3, 2),
 }
 

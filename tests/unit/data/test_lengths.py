@@ -11,7 +11,7 @@ SHARES = (0.0, 0.05, 0.5, 0.95, 1.0)
 
 @given(st.lists(st.lists(st.integers(0, 2**40), max_size=20), max_size=5))
 @example([[8191, 8192, 8193, 16384, 2**31 - 1]])
-def test_as_numpy_reckons(blocks: list[list[int]]) -> None:
+def test_the_arithmetic_is_numpys(blocks: list[list[int]]) -> None:
     lengths = Lengths()
     for block in blocks:
         lengths.add(np.array(block, np.int64))

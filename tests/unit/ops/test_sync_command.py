@@ -1,4 +1,4 @@
-"""`tridock data sync` and `tridock data sync`: what they say, and the index maps as far as no container is needed."""
+"""`tridock data sync`: its messages, and the index maps as far as no container is needed."""
 
 from __future__ import annotations
 

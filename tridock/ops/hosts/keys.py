@@ -174,7 +174,7 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
         store.rotate()
     else:
         store.ensure()
-    todo = {node: key_steps(session, store, node) for node in session.states()}
+    todo = {node: _key_steps(session, store, node) for node in session.states()}
 
     def push(node: str, host: Host) -> None:
         steps, what = todo[node]  # in one command, which a lost connection does not end
@@ -186,14 +186,14 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
     return store
 
 
-def key_steps(session: Session, store: KeyStore, node: str, *, starts: bool = False) -> tuple[list[Command], str]:
+def _key_steps(session: Session, store: KeyStore, node: str) -> tuple[list[Command], str]:
     """Returns the commands that copy a node's files to its host, if it has others, and a description of them.
 
-    Its sshd reads them again, unless the node ``starts`` afterwards. Until then a file says that it has not: a host
-    that is left in between has other files than it should.
+    A running node's sshd reads them again. Until then a file says that it has not: a host that is left in between has
+    other files than it should.
     """
     state, files = session.states()[node], store.node_files(node)
-    rereads = not starts and state.container is not None and state.container.running
+    rereads = state.container is not None and state.container.running
     reread = [session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})")] if rereads else []
     if not session.transport.separate_hosts:  # on this machine the containers mount the store's own folders
         return reread, "have sshd read its keys again"

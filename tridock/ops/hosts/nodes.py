@@ -13,12 +13,12 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.facts import keys_digest
-from tridock.ops.hosts.keys import KeyStore, distribute_keys, key_steps
+from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.image.ensure import ensure_image, image_of_hosts, lacking, local_image_id
 from tridock.ops.image.wrap import ensure_wrapped
 from tridock.remote import Completed, Host, LocalHost
-from tridock.remote.host import FILES_TIMEOUT_S, shortened
+from tridock.remote.host import shortened
 
 READY_TIMEOUT_S = 60.0
 _DOCKER_TIMEOUT_S = 120.0
@@ -62,15 +62,13 @@ def _up(session: Session, image_id: str) -> None:
     recipes = _recipes(session, image_id)
     stale = _stale(session, recipes)
     _refuse_while_runs(session, stale, "would be replaced by tridock up")
+    distribute_keys(session)  # to all before any node starts: a host that cannot hold them leaves none behind
     match session.transport:
         case ComposeTransport() as twin:
-            distribute_keys(session)
             _compose(session, twin, recipes, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
             ready = dict.fromkeys(session.nodes, False)
         case SshTransport() as ssh:
-            store = KeyStore(session.cluster)
-            store.ensure()
-            ready = session.each(lambda node, host: _start(session, ssh, store, node, host, image_id, node in stale))
+            ready = session.each(lambda node, host: _start(session, ssh, node, host, image_id, node in stale))
     session.each(lambda node, host: _wait_ready(session, node, host), only=tuple(it for it in ready if not ready[it]))
 
 
@@ -168,28 +166,22 @@ def _refuse_while_runs(session: Session, nodes: tuple[str, ...], fate: str) -> N
         )
 
 
-def _start(
-    session: Session, ssh: SshTransport, store: KeyStore, node: str, host: Host, image_id: str, stale: bool
-) -> bool:
-    """Gives a host its keys and its node, in one command if either is missing. Returns whether the node is ready."""
+def _start(session: Session, ssh: SshTransport, node: str, host: Host, image_id: str, stale: bool) -> bool:
+    """Starts a host's node, in one command, if it is missing or stale. Returns whether the node is ready."""
     state = session.states()[node]
-    starts = stale or state.container is None
-    commands, what = key_steps(session, store, node, starts=starts)
-    steps = [(what, command) for command in commands]
+    if not stale and state.container is not None:
+        return session.run_inside(node, *_READY, timeout=_PROBE_TIMEOUT_S).exit_code == 0
+    steps: list[tuple[str, Command]] = []
     start = ssh.run_command(node, state.id_of(image_id), state.facts)
     if stale:
         remove = Command.of("docker", "rm", "--force", ssh.container_name(node))
         steps.append((shortened(remove), remove))
-    if starts:
-        run = Command.of("sh", "-c", _RUN, "run", ssh.workspace(state.facts)).extended(start.argv)
-        steps.append((shortened(start), run))
-    if not steps:
-        return session.run_inside(node, *_READY, timeout=_PROBE_TIMEOUT_S).exit_code == 0
+    run = Command.of("sh", "-c", _RUN, "run", ssh.workspace(state.facts)).extended(start.argv)
+    steps.append((shortened(start), run))
     steps.append(("", session.inside(node, "sh", "-c", _SOON_READY)))
     # Each step prints a line after its output, so that a failed one is known.
     line = " && ".join(f"{command.render()} && echo {_STEP}" for _, command in steps)
-    stdin = steps[0][1].stdin
-    done = host.run(Command.of("sh", "-c", line, stdin=stdin), timeout=FILES_TIMEOUT_S + 2 * _DOCKER_TIMEOUT_S)
+    done = host.run(Command.of("sh", "-c", line), timeout=2 * _DOCKER_TIMEOUT_S)
     passed = done.stdout.decode(errors="replace").splitlines().count(_STEP)
     if done.exit_code == 0 or passed == len(steps) - 1:
         return done.exit_code == 0

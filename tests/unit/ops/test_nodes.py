@@ -99,6 +99,46 @@ def test_one_node_that_is_not_right_brings_all_up(session: Session, change: dict
     assert nodes.ensure_up(session) == "brought up"
 
 
+class Keyless:
+    """A host that has other keys than it should, and may have no room for its own."""
+
+    def __init__(self, *, full: bool = False) -> None:
+        self.full, self.ran = full, list[str]()
+
+    def run(self, command: Command, timeout: float | None = None) -> Completed:
+        assert timeout is not None
+        self.ran.append(command.render())
+        failed = self.full and command.stdin is not None
+        return Completed(int(failed), b"", b"No space left on device" if failed else b"", "a command")
+
+
+def test_no_node_starts_before_every_host_has_its_keys(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_states", {node: HostState(FACTS, IMAGE, None, None) for node in session.nodes})
+    hosts = {"a": Keyless(), "b": Keyless(full=True)}
+    monkeypatch.setattr(session, "hosts", hosts)
+    with pytest.raises(ClusterError, match="No space left on device"):
+        nodes._up(session, IMAGE)
+    assert [len(host.ran) for host in hosts.values()] == [1, 1]
+    hosts["b"].full = False
+    nodes._up(session, IMAGE)
+    assert all(len(host.ran) == 3 and "docker run" in host.ran[2] for host in hosts.values())
+
+
+def test_whether_a_node_is_ready_is_asked_again_after_it_got_other_keys(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.states()["b"] = replace(session.states()["b"], keys="from before a rotation")
+    hosts = {"a": Keyless(), "b": Keyless()}
+    monkeypatch.setattr(session, "hosts", hosts)
+    ready = Completed(0, b"", b"", "a command")
+    monkeypatch.setattr(session, "_answers", dict.fromkeys(session.nodes, (nodes._READY, ready)))
+    nodes._up(session, IMAGE)
+    assert hosts["a"].ran == []
+    keys, asked = hosts["b"].ran
+    assert "kill -HUP" in keys
+    assert "healthcheck.sh" in asked
+
+
 class Talker:
     """A host that prints the facts of a running node and the answer to a question, or is cut off there."""
 

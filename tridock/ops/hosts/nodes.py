@@ -12,7 +12,7 @@ from tridock.contracts.codec import decode
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.attached import nodes_locked
-from tridock.ops.hosts.facts import keys_digest
+from tridock.ops.hosts.facts import HostState, keys_digest
 from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.image.ensure import ensure_image, image_of_hosts, lacking, local_image_id
@@ -62,13 +62,13 @@ def _up(session: Session, image_id: str) -> None:
     recipes = _recipes(session, image_id)
     stale = _stale(session, recipes)
     _refuse_while_runs(session, stale, "would be replaced by tridock up")
-    distribute_keys(session)  # to all before any node starts: a host that cannot hold them leaves none behind
+    store = distribute_keys(session)  # to all before any node starts: a host that cannot hold them leaves none behind
     match session.transport:
         case ComposeTransport() as twin:
             _compose(session, twin, recipes, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
             ready = dict.fromkeys(session.nodes, False)
         case SshTransport() as ssh:
-            ready = session.each(lambda node, host: _start(session, ssh, node, host, image_id, node in stale))
+            ready = session.each(lambda node, host: _start(session, ssh, store, node, host, image_id, node in stale))
     session.each(lambda node, host: _wait_ready(session, node, host), only=tuple(it for it in ready if not ready[it]))
 
 
@@ -82,9 +82,13 @@ def ensure_up(session: Session) -> str:
     def is_right(node: str) -> bool:
         state = session.states()[node]
         healthy = state.container is not None and state.container.health == "healthy"
-        return healthy and node not in stale and state.keys == keys_digest(store.node_files(node))
+        return healthy and node not in stale and _has_keys(store, node, state)
 
     return image_id if all(map(is_right, session.nodes)) else up(session)
+
+
+def _has_keys(store: KeyStore, node: str, state: HostState) -> bool:
+    return state.keys == keys_digest(store.node_files(node))
 
 
 def outdated(session: Session, image_id: str) -> tuple[str, ...]:
@@ -166,11 +170,16 @@ def _refuse_while_runs(session: Session, nodes: tuple[str, ...], fate: str) -> N
         )
 
 
-def _start(session: Session, ssh: SshTransport, node: str, host: Host, image_id: str, stale: bool) -> bool:
-    """Starts a host's node, in one command, if it is missing or stale. Returns whether the node is ready."""
+def _start(
+    session: Session, ssh: SshTransport, store: KeyStore, node: str, host: Host, image_id: str, stale: bool
+) -> bool:
+    """Starts a host's node, in one command, if it is missing or stale. Returns whether it is known to be ready."""
     state = session.states()[node]
     if not stale and state.container is not None:
-        return session.run_inside(node, *_READY, timeout=_PROBE_TIMEOUT_S).exit_code == 0
+        # An answer from before its sshd read other keys says nothing.
+        return (
+            _has_keys(store, node, state) and session.run_inside(node, *_READY, timeout=_PROBE_TIMEOUT_S).exit_code == 0
+        )
     steps: list[tuple[str, Command]] = []
     start = ssh.run_command(node, state.id_of(image_id), state.facts)
     if stale:

@@ -110,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     devices.set_defaults(action=verbs.on_devices)
 
     code = commands.add_parser("place-code", parents=[folder], help="lay out a run's code; reads its index from stdin")
+    text = "read the run's first files instead, a tar archive whose last file is the index, and write them too"
+    code.add_argument("--files", action="store_true", help=text)
     code.set_defaults(action=verbs.place_code)
 
     follow = commands.add_parser(

@@ -17,7 +17,7 @@ from tridock.contracts.codec import encode
 from tridock.contracts.devices import VISIBLE, rank_devices
 from tridock.contracts.events import Cause, append_event
 from tridock.contracts.sinks import Reachable, keep_secrets, remove_leftover_secrets
-from tridock.errors import Problem, RequestError, RunError
+from tridock.errors import ClusterError, Problem, RequestError, RunError
 from tridock.node.agent.processes import find_processes, stop_processes
 
 _RECORD_S = 8.0
@@ -140,10 +140,17 @@ def on_devices(arguments: argparse.Namespace) -> None:
         raise RequestError(problem) from None
 
 
-def place_code(arguments: argparse.Namespace) -> node_answers.PlacedCode:
-    from tridock.node.agent.code import place_code
+def place_code(arguments: argparse.Namespace) -> node_answers.PlacedCode | int:
+    from tridock.node.agent.code import place_code, place_run
 
-    return place_code(arguments.folder, sys.stdin.read())
+    if not arguments.files:
+        return place_code(arguments.folder, sys.stdin.read())
+    try:
+        return place_run(arguments.folder, sys.stdin.buffer)
+    except (OSError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        print(f"{arguments.folder}: {reason}" if reason else error, file=sys.stderr)
+        return ClusterError.exit_code
 
 
 def follow(arguments: argparse.Namespace) -> int:

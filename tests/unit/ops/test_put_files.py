@@ -92,4 +92,6 @@ def test_a_run_folder_that_cannot_be_written_is_named(lab: Lab, program: RunBund
     with pytest.raises(ClusterError) as caught:
         command._put_files(lab.session, read_code(lab.project / "code"), program)
     folder = lab.workspace("node-2") / "runs/demo"
-    assert str(caught.value).startswith(f"node-2: `write into {folder}` failed with exit code 1; got mkdir:")
+    assert str(caught.value).startswith(
+        f"node-2: `write into {folder}` failed with exit code 3; got {folder}: File exists;"
+    )

@@ -5,14 +5,16 @@ import json
 import os
 import secrets
 import shutil
+import tarfile
 import time
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import IO, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import CodeFile, PlacedCode
 from tridock.errors import Problem, RequestError
+from tridock.node.agent.receive_files import receive_files
 
 _KEPT_S: Final = 30 * 86400.0
 """How long the store keeps a file that no run has used."""
@@ -39,6 +41,22 @@ def place_code(folder: Path, index: str) -> PlacedCode:
         _place(store / one.sha256, target / path, 0o755 if one.executable else 0o644)
     _remove_old(store)
     return PlacedCode(())
+
+
+def place_run(folder: Path, stream: IO[bytes]) -> PlacedCode:
+    """Writes the run's first files, a tar archive, into its folder; then lays out the code as :func:`place_code` does.
+
+    The index is the archive's last file: an archive that is cut between two files reads like a whole one. Raises
+    :class:`EOFError` for a part of it.
+    """
+    index = folder / run_folder.CODE_INDEX
+    try:
+        receive_files(folder, stream, durable=False)
+        if not index.exists():
+            raise EOFError
+    except (EOFError, tarfile.ReadError):
+        raise EOFError(f"only part of the files for {folder} arrived") from None
+    return place_code(folder, index.read_text())
 
 
 def _has(path: Path, sha256: str) -> bool:

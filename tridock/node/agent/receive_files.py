@@ -8,7 +8,7 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError
 
 
-def receive_files(folder: Path, stream: IO[bytes]) -> int:
+def receive_files(folder: Path, stream: IO[bytes], *, durable: bool = True) -> int:
     """Unpacks plain files below ``folder`` in the archive's order, each atomically; returns their number.
 
     Raises :class:`RequestError` for a link, a device, an absolute path or one with ``..``.
@@ -23,6 +23,6 @@ def receive_files(folder: Path, stream: IO[bytes]) -> int:
                 )
             content = archive.extractfile(member)
             assert content is not None
-            write_atomic(folder / path, content)
+            write_atomic(folder / path, content, durable=durable)
             count += 1
     return count

@@ -135,10 +135,11 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def archive_of(files: Mapping[str, Path]) -> Iterator[bytes]:
+def archive_of(files: Mapping[str, Path | bytes]) -> Iterator[bytes]:
     """Yields a tar archive of the files in chunks."""
-    for name, path in files.items():
-        content, header = path.read_bytes(), tarfile.TarInfo(name)
+    for name, source in files.items():
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        header = tarfile.TarInfo(name)
         header.size = len(content)
         yield header.tobuf() + content + bytes(-len(content) % tarfile.BLOCKSIZE)
     yield bytes(2 * tarfile.BLOCKSIZE)

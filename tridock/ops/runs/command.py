@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import PlacedCode, PreflightAnswer
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
@@ -27,7 +25,6 @@ from tridock.ops.runs.provenance import Approve, provenance
 from tridock.ops.runs.registry import refuse_slots_in_use, require_queue_node, slots_in_use
 from tridock.ops.runs.sinks import check_on_head, sinks_of, with_cluster_sinks
 from tridock.remote import Host
-from tridock.remote.files import put_tree_command
 
 _TIMEOUT_S = 60.0
 _CODE_TIMEOUT_S = 600.0
@@ -117,12 +114,11 @@ def _put_files(session: Session, code: Code, bundle: RunBundle) -> None:
 
     def send(node: str, host: Host) -> None:
         folder = host_folder(session, node, bundle)
-        index = shlex.quote(f"{folder}/{run_folder.CODE_INDEX}")
-        place = session.inside(node, *NODE, "place-code", bundle.path, interactive=True)
-        write = put_tree_command(files_on(node), folder, 0o644)
-        # In one command: each further one is a round trip, and a shell on the host.
-        line = f"{write.render()} || exit 1; {place.render()} <{index}"
-        done = host.run(Command.of("sh", "-c", line, stdin=write.stdin), timeout=_CODE_TIMEOUT_S)
+        files = dict(files_on(node))
+        files[run_folder.CODE_INDEX] = files.pop(run_folder.CODE_INDEX)  # last: the node takes nothing less for all
+        # The node writes them itself: on many hosts every process of a shell counts.
+        place = session.inside(node, *NODE, "place-code", "--files", bundle.path, interactive=True)
+        done = host.pipe((b"".join(archive_of(files)),), place, timeout=_CODE_TIMEOUT_S)
         done = replace(done, command=f"write into {folder}")
         if missing := session.answer(node, PlacedCode, "place-code", done).missing:
             archive = archive_of({sha256: by_content[sha256] for sha256 in missing})

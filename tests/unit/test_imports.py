@@ -125,6 +125,14 @@ def test_a_run_on_one_machine_needs_no_package_of_the_operators() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_users_own_program_starts_without_the_planner() -> None:
+    """Importing it, or what sends an image or prints a table, would take a tenth of a second of `tridock run`."""
+    absent = "".join(f"sys.modules[{f'tridock.{name}'!r}] = None\n" for name in ("plan", "engines", "ops.image.send"))
+    program = f"import sys\n{absent}sys.modules['rich.table'] = None\nimport tridock.cli.run, tridock.ops.runs.command"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_path_of_the_makefiles_test_lists_exists() -> None:
     asked = "include Makefile\nprint-paths:\n\t@echo $(TORCH_TESTS) $(PROCESS_TESTS)\n"
     argv = ["make", "--silent", "--no-print-directory", "-f", "-", "print-paths"]

@@ -31,7 +31,7 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import EXIT_INTERRUPTED, TridockError, count
 
 if TYPE_CHECKING:
-    from tridock.launchers.run import RunBundle
+    from tridock.launchers.bundle import RunBundle
     from tridock.ops.hosts.session import Session
     from tridock.ops.runs.registry import Run
     from tridock.ops.slurm.submit import Submitted

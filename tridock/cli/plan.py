@@ -188,8 +188,8 @@ def _print_program(
 ) -> int:
     """Prints your own program on its slots; its memory and time are unknown."""
     from tridock.contracts.run_folder import PLAN, new_run_id
+    from tridock.launchers.bundle import default_port
     from tridock.launchers.command import CommandRun, make_command_bundle
-    from tridock.launchers.run import default_port
 
     of_model = {"--search": arguments.search, "--why": arguments.why is not None, "--plot": arguments.plot is not None}
     if given := [option for option, value in of_model.items() if value]:

@@ -13,9 +13,9 @@ from tridock.contracts import environment, run_folder
 from tridock.contracts.supervision import Supervision
 from tridock.experiment import dump_experiment
 from tridock.experiment.command import CommandExperiment
+from tridock.launchers.bundle import RunBundle, hostfile_text
 from tridock.launchers.deepspeed import environment_file
 from tridock.launchers.programs import Place, has_rank_logs, on_node, program_of
-from tridock.launchers.run import RunBundle, hostfile_text
 from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.ssh import Ssh
 from tridock.sink_settings import contracts

@@ -1,11 +1,16 @@
 """The ``deepspeed`` command line and its environment file, quoted so that the ranks receive each argument unchanged."""
 
+from __future__ import annotations
+
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tridock.command import Command
-from tridock.engines import RankProgram
+
+if TYPE_CHECKING:  # the planner, which `tridock run` does not import
+    from tridock.engines import RankProgram
 
 _EXPANDED = re.compile(r"([\\$`])")
 _STEP = re.compile(rb"(\S+: )?\[[-\d]+ [:,\d]+\] \[INFO\] \[(runner|multinode_runner|launch)\.py:\d+:")

@@ -1,14 +1,19 @@
 """The launcher of ``tridock train``: each machine starts its own ranks, without ssh."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.supervision import Reach
-from tridock.engines import RankProgram
-from tridock.launchers.run import Run, Start
+from tridock.launchers.bundle import Start
+
+if TYPE_CHECKING:  # the planner, which `tridock run` does not import
+    from tridock.engines import RankProgram
+    from tridock.launchers.run import Run
 
 
 @dataclass(frozen=True, slots=True)

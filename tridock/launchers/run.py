@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from tridock.command import Command
 from tridock.contracts import run_folder
-from tridock.contracts.run_folder import RENDEZVOUS_PORTS
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.contracts.vote import FEWEST_VOTERS, voters_among
 from tridock.engines import RankProgram, checkpoints_folder, rank_program
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, dump_experiment
+from tridock.launchers.bundle import RunBundle, Start, hostfile_text
 from tridock.launchers.deepspeed import environment_file
 from tridock.plan import Assessment
 from tridock.sink_settings import contracts
@@ -43,23 +42,6 @@ class RunRequest:
     """Those of a run that has already started; empty for a new one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How a launcher starts a run's ranks: the head's command for a start and for a restart, and their environment."""
-
-    command: Command
-    resume: Command
-    env: Mapping[str, str]
-    remote: tuple[str, ...] = ()
-    """The nodes that the supervisor reaches."""
-    ranks: tuple[Command, Command] | None = None
-    """The commands that run on every node if they are scripts of the run's folder: start and restart."""
-    script: str = run_folder.LAUNCH_SCRIPT
-    on_head: bool = True
-    prepared_at: float | None = None
-    """As in :class:`Supervision`."""
-
-
 class Launcher(Protocol):
     """Starts the ranks of a run."""
 
@@ -74,27 +56,17 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RunBundle:
-    """A run that is ready to start: its id, its folder, the head's command and the folder's first files."""
-
-    run_id: str
-    path: str
-    command: Command
-    files: Mapping[str, bytes]
-    waits_for: tuple[str, ...] | None = None
-    """For a queued run, the runs that hold its slots or precede it."""
-
-    def with_file(self, name: str, content: bytes) -> RunBundle:
-        return replace(self, files={**self.files, name: content})
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """A request with its experiment resolved and its folder named, the same on every node."""
 
     request: RunRequest
     experiment: Experiment
     path: str
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of its checkpoints."""
+        return checkpoints_folder(self.experiment, self.path)
 
     def program(self, *, resume: bool = False) -> RankProgram:
         request = self.request
@@ -124,7 +96,7 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
         restart_window_s=experiment.restart.window,
         node_timeout_s=experiment.restart.node_timeout,
         min_nodes=experiment.restart.min_nodes,
-        checkpoints=checkpoints_folder(experiment, run.path) if experiment.train.save else None,
+        checkpoints=run.checkpoints if experiment.train.save else None,
         spares={node: tuple(numbers) for node, numbers in request.spares.items()},
         master_addr=request.master_addr,
         addresses=request.addresses,
@@ -178,16 +150,6 @@ def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, byt
             texts[run_folder.RESUME_RANKS_SCRIPT] = _launch_script(run, env, again, who="each node")
     texts[run_folder.SUPERVISION] = supervision.to_json()
     return {name: text.encode() for name, text in texts.items()} | dict(run.program().files)
-
-
-def hostfile_text(slots: Mapping[str, Sequence[int]]) -> str:
-    """Returns the run's hostfile. If filters leave slots 4 and 5 of a node, it must still declare six for DeepSpeed."""
-    return "".join(f"{node} slots={max(numbers) + 1}\n" for node, numbers in slots.items())
-
-
-def default_port(run_id: str) -> int:
-    """Returns the default rendezvous port, derived from the run id so that two runs on a node rarely collide."""
-    return RENDEZVOUS_PORTS[zlib.crc32(run_id.encode()) % len(RENDEZVOUS_PORTS)]
 
 
 def _launch_script(run: Run, env: Mapping[str, str], command: Command, who: str = "the head") -> str:

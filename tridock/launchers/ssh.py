@@ -1,16 +1,21 @@
 """The launcher of ``tridock launch``: starts ranks from the head over the cluster's ssh, by pdsh or Tridock."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from tridock.command import Command
 from tridock.contracts import cluster_ssh, run_folder
 from tridock.contracts.supervision import Reach
-from tridock.engines import RankProgram
+from tridock.launchers.bundle import Start
 from tridock.launchers.deepspeed import deepspeed_command
 from tridock.launchers.local import start_ranks
-from tridock.launchers.run import Run, Start
+
+if TYPE_CHECKING:  # the planner, which `tridock run` does not import
+    from tridock.engines import RankProgram
+    from tridock.launchers.run import Run
 
 
 @dataclass(frozen=True, slots=True)

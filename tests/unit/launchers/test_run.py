@@ -9,8 +9,9 @@ import pytest
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
+from tridock.launchers.bundle import RunBundle, default_port
 from tridock.launchers.local import Local
-from tridock.launchers.run import Launcher, RunBundle, RunRequest, default_port, make_bundle
+from tridock.launchers.run import Launcher, RunRequest, make_bundle
 from tridock.launchers.ssh import Ssh
 from tridock.plan import assess
 

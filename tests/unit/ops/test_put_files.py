@@ -16,10 +16,10 @@ from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.supervision import Supervision
 from tridock.errors import ClusterError
-from tridock.launchers.run import RunBundle
+from tridock.launchers.bundle import RunBundle
 from tridock.ops.runs import command
 from tridock.ops.runs.code import read_code
-from tridock.ops.runs.launch import put_files
+from tridock.ops.runs.start import put_files
 
 
 def test_a_node_gets_its_own_script_and_the_head_all() -> None:

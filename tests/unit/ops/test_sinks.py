@@ -17,8 +17,8 @@ from tridock.errors import ClusterError, RequestError
 from tridock.experiment import dump_experiment, parse_experiment
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs import sinks
-from tridock.ops.runs.launch import start
 from tridock.ops.runs.sinks import Sinks, check_here, sinks_of, with_cluster_sinks
+from tridock.ops.runs.start import start
 from tridock.remote import Completed
 from tridock.sink_settings import contracts
 from tridock.yaml_text import dump_yaml

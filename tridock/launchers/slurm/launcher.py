@@ -1,15 +1,19 @@
 """The launcher of a Slurm job: the sbatch script's command starts the ranks, and job steps reach the nodes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.supervision import Reach
-from tridock.engines import checkpoints_folder
-from tridock.launchers.run import Run, Start
+from tridock.launchers.bundle import Start
 from tridock.launchers.slurm.ranks import starts_over_ssh
+
+if TYPE_CHECKING:  # the planner, which `tridock run` does not import
+    from tridock.launchers.run import Run
 
 _STEP = (
     *("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1"),
@@ -46,7 +50,7 @@ class Slurm:
         return Start(
             command,
             # Every engine's program uses the last --load.
-            command.extended(("--load", checkpoints_folder(run.experiment, run.path))),
+            command.extended(("--load", run.checkpoints)),
             env,
             remote=nodes[1:] if self.on_head else nodes,
             on_head=self.on_head,

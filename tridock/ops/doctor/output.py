@@ -1,18 +1,23 @@
 """A report for people and for programs."""
 
-from collections.abc import Iterator
-from typing import Final
+from __future__ import annotations
 
-from rich.table import Column, Table
-from rich.text import Text
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 from tridock.ops.doctor.finding import CHECKS, Finding, Report
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _STYLES: Final = {"ok": "green", "warn": "dark_orange3", "fail": "bold red"}
 
 
 def table(report: Report) -> Table:
     """One line per check: its result, and what it saw."""
+    from rich.table import Column, Table  # a launch checks too, and prints no table
+    from rich.text import Text
+
     cluster = report.session.cluster
     shown = Table("check", "", Column("seen", overflow="fold"), title=f"cluster {cluster.name}", title_justify="left")
     for check in CHECKS:

@@ -13,17 +13,16 @@ from tridock.contracts.node_answers import PlacedCode, PreflightAnswer
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import load_command
 from tridock.experiment.command import CommandExperiment
+from tridock.launchers.bundle import RunBundle, default_port
 from tridock.launchers.command import CommandRun, make_command_bundle
-from tridock.launchers.run import RunBundle, default_port
 from tridock.ops.doctor import ask_for_quick_reports, check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.runs.code import Code, archive_of, code_of_run, read_code
-from tridock.ops.runs.launch import first_files, host_folder, remove_files, start
-from tridock.ops.runs.preflight import refuse_other_contract
 from tridock.ops.runs.provenance import Approve, provenance
 from tridock.ops.runs.registry import refuse_slots_in_use, require_queue_node, slots_in_use
 from tridock.ops.runs.sinks import check_on_head, sinks_of, with_cluster_sinks
+from tridock.ops.runs.start import first_files, host_folder, refuse_other_contract, remove_files, start
 from tridock.remote import Host
 
 _TIMEOUT_S = 60.0

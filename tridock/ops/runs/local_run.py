@@ -23,8 +23,8 @@ from tridock.contracts.sinks import wait_for_delivery
 from tridock.engines import checkpoints_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import dump_experiment
+from tridock.launchers.bundle import RunBundle, default_port
 from tridock.launchers.local import Local
-from tridock.launchers.run import RunBundle, default_port
 from tridock.ops.runs import rendezvous
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
 from tridock.ops.runs.prepare import Prepared, prepare

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from tridock.contracts import checkpoints
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
-from tridock.contracts.supervision import contract
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError, count
 from tridock.experiment import Experiment, fields_digest
 from tridock.experiment.inputs import IMAGE_SUFFIXES, TOKENIZER, data_problems, tokenizer_folders
 from tridock.gpus import MIB
+from tridock.ops.runs.start import refuse_other_contract
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.plan import Plan
 from tridock.plan.host_memory import host_memory_of
@@ -65,12 +65,6 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     if problems:
         raise RequestError(problems)
     return _passed(head, config, experiment, answers[head])
-
-
-def refuse_other_contract(session: Session, answer: PreflightAnswer) -> None:
-    """Raises :class:`ClusterError` if the head's image cannot read the run files that this code writes."""
-    if answer.contract != contract():
-        raise session.other_version(session.head, f"contract {answer.contract or 'unknown'}, {contract()} here")
 
 
 def _refuse_other_fields(session: Session, manifest: object) -> None:

@@ -17,7 +17,8 @@ from tridock.contracts.limits import LEAST_RATE, MOST_RANKS, MOST_RATE, MOST_SLO
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import Gpu, find_gpu
-from tridock.launchers.run import Launcher, RunBundle, RunRequest, make_bundle
+from tridock.launchers.bundle import RunBundle
+from tridock.launchers.run import Launcher, RunRequest, make_bundle
 from tridock.ops.runs import preflight
 from tridock.ops.runs.provenance import provenance
 from tridock.plan import Assessment, Assumptions, Plan, assess

@@ -17,7 +17,7 @@ from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import find_gpu
 from tridock.launchers import LAUNCHERS
-from tridock.launchers.run import RunBundle
+from tridock.launchers.bundle import RunBundle
 from tridock.ops.runs.prepare import Prepared
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.node_loss import fewer_replicas, other_layout

@@ -5,7 +5,7 @@ from pathlib import Path
 from tridock.contracts.run_folder import EXPERIMENT, REPRODUCTION
 from tridock.errors import TridockError
 from tridock.experiment import is_command
-from tridock.launchers.run import RunBundle
+from tridock.launchers.bundle import RunBundle
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs import command
 from tridock.ops.runs import launch as launch_

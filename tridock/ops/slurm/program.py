@@ -17,16 +17,16 @@ from tridock.contracts.node_answers import PlacedCode
 from tridock.contracts.records import read_object
 from tridock.errors import ClusterError, Problem, RequestError, count
 from tridock.experiment import dump_experiment, load_command
+from tridock.launchers.bundle import default_port
 from tridock.launchers.command import CommandRun, JobStep, make_command_bundle
 from tridock.launchers.programs import program_of
-from tridock.launchers.run import default_port
 from tridock.launchers.slurm.ranks import MPIRUN, OWN_PROGRAM
 from tridock.ops.runs.code import Code, archive_of, read_code
 from tridock.ops.runs.this_machine import CODE_FOLDER, node_argv, node_environment
 
 if TYPE_CHECKING:
     from tridock.experiment.command import CommandExperiment
-    from tridock.launchers.run import RunBundle
+    from tridock.launchers.bundle import RunBundle
     from tridock.launchers.slurm.request import Request
 
 _PACKAGE: Final = "tridock"

@@ -9,7 +9,7 @@ import pytest
 
 from tridock.errors import ClusterError
 from tridock.ops.hosts.session import Session
-from tridock.ops.image import ensure
+from tridock.ops.image import send
 from tridock.ops.image.registries import Base
 from tridock.ops.image.transfer import Inventory
 
@@ -29,9 +29,9 @@ def pulled(
     (tmp_path / "lab").write_text("".join(f"{node} slots=1\n" for node in STOCKS))
     (tmp_path / "lab.yaml").write_text(f"image_base: {policy}\n")
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(ensure, "base_of", lambda _: base)
-    monkeypatch.setattr(ensure, "pull", lambda _session, _reference, nodes: asked.append(nodes) or failed)
-    return ensure._pull_base(Session.open(tmp_path / "lab"), LAYERS, STOCKS), asked
+    monkeypatch.setattr(send, "base_of", lambda _: base)
+    monkeypatch.setattr(send, "pull", lambda _session, _reference, nodes: asked.append(nodes) or failed)
+    return send._pull_base(Session.open(tmp_path / "lab"), LAYERS, STOCKS), asked
 
 
 BASE = Base("nvcr.io/nvidia/pytorch@sha256:1", 2)

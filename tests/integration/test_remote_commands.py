@@ -134,6 +134,9 @@ def test_a_tree_in_one_go(host: Host, tmp_path: Path) -> None:
     host.put_tree({"a": b"new"}, str(folder), mode=0o644)
     assert ((folder / "a").read_bytes(), (folder / "a").stat().st_mode & 0o7777) == (b"new", 0o644)
     assert (folder.stat().st_ino, (folder / "logs/deep/b c").exists()) == (inode, True)
+    folder.chmod(0o755)
+    host.put_tree({"a": b"private"}, str(folder), mode=0o600)
+    assert folder.stat().st_mode & 0o7777 == 0o700
 
 
 def test_getting_what_is_not_there(host: Host, tmp_path: Path) -> None:

@@ -31,10 +31,12 @@ _PUT_TREE: Final = (
     "set -eu\n"
     + _HOME
     + 'part=$3; umask "$2"; trap \'rm -rf -- "$p/$part" "$part"\' EXIT; trap "exit 1" HUP INT TERM PIPE\n'
-    + 'mkdir -p -- "$p/$part"; cd -- "$p"; [ "$2" != 077 ] || chmod 700 .\n'
+    # A folder that is made here has its mode from the umask: on many hosts every process counts.
+    + 'old=; [ "$2" != 077 ] || [ ! -e "$p" ] || old=1\n'
+    + 'mkdir -p -- "$p/$part"; cd -- "$p"; [ -z "$old" ] || chmod 700 .\n'
     + 'tar -xpomf - -C "$part"\n'
     + f'[ -e "$part/{_SENTINEL}" ] || {{ echo "only part of the files for $p arrived" >&2; exit 1; }}\n'
-    # One mv for all files of the folder itself: on many hosts every process counts.
+    # One mv for all files of the folder itself.
     + "shift 3\n"
     + 'for f; do shift; case $f in */*) mkdir -p -- "${f%/*}"; mv -f -- "$part/$f" "$f";;\n'
     + '*) set -- "$@" "$part/$f";; esac; done\n'

@@ -177,9 +177,11 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
     todo = {node: _key_steps(session, store, node) for node in session.states()}
 
     def push(node: str, host: Host) -> None:
-        steps, what = todo[node]  # in one command, which a lost connection does not end
-        line = " && ".join(step.render() for step in steps)
-        done = host.run(Command.of("sh", "-c", line, stdin=steps[0].stdin), timeout=FILES_TIMEOUT_S)
+        steps, what = todo[node]
+        if len(steps) > 1:  # in one command, which a lost connection does not end
+            line = " && ".join(step.render() for step in steps)
+            steps = [Command.of("sh", "-c", line, stdin=steps[0].stdin)]
+        done = host.run(steps[0], timeout=FILES_TIMEOUT_S)
         replace(done, command=what).checked(node)
 
     session.each(push, only=tuple(node for node, (steps, _) in todo.items() if steps))

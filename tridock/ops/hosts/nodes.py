@@ -31,7 +31,7 @@ _PROBE_TIMEOUT_S = 30.0
 _STEP = "tridock: done"
 
 # Made here, as the operator: Docker would make a missing folder as root.
-_RUN = 'mkdir -p -- "$1/data" "$1/runs" && shift && exec "$@"'
+_FOLDERS = ("data", "runs")
 _DOWN = '[ -z "$1" ] || docker rm --force "$1" || exit; shift; rm -rf -- "$@"'
 
 
@@ -134,7 +134,7 @@ def _remove(transport: SshTransport, node: str, host: Host) -> Completed:
 def _compose(session: Session, twin: ComposeTransport, recipes: Mapping[str, str], *arguments: str) -> None:
     cluster, override = session.cluster, session.cluster.state_folder / "compose.json"
     # Made here, as the operator: Docker would make a missing folder as root.
-    for folder in ("data", "runs"):
+    for folder in _FOLDERS:
         (cluster.project_folder / folder).mkdir(exist_ok=True)
     write_atomic(override, twin.override(recipes).encode())
     facts = session.states()[session.head].facts
@@ -180,16 +180,16 @@ def _start(
         return (
             _has_keys(store, node, state) and session.run_inside(node, *_READY, timeout=_PROBE_TIMEOUT_S).exit_code == 0
         )
-    steps: list[tuple[str, Command]] = []
+    steps: list[tuple[str, str]] = []
     start = ssh.run_command(node, state.id_of(image_id), state.facts)
     if stale:
         remove = Command.of("docker", "rm", "--force", ssh.container_name(node))
-        steps.append((shortened(remove), remove))
-    run = Command.of("sh", "-c", _RUN, "run", ssh.workspace(state.facts)).extended(start.argv)
-    steps.append((shortened(start), run))
-    steps.append(("", session.inside(node, "sh", "-c", _SOON_READY)))
+        steps.append((shortened(remove), remove.render()))
+    folders = Command.of("mkdir", "-p", "--", *(f"{ssh.workspace(state.facts)}/{name}" for name in _FOLDERS))
+    steps.append((shortened(start), f"{folders.render()} && {start.render()}"))
+    steps.append(("", session.inside(node, "sh", "-c", _SOON_READY).render()))
     # Each step prints a line after its output, so that a failed one is known.
-    line = " && ".join(f"{command.render()} && echo {_STEP}" for _, command in steps)
+    line = " && ".join(f"{line} && echo {_STEP}" for _, line in steps)
     done = host.run(Command.of("sh", "-c", line), timeout=2 * _DOCKER_TIMEOUT_S)
     passed = done.stdout.decode(errors="replace").splitlines().count(_STEP)
     if done.exit_code == 0 or passed == len(steps) - 1:

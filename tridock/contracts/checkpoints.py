@@ -2,9 +2,12 @@
 
 import itertools
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+from tridock.contracts.run_folder import read_text, write_atomic
 
 MANIFEST: Final = "files.json"
 """In every checkpoint: lists its files with sizes and hashes. Written last."""
@@ -14,6 +17,8 @@ LATEST: Final = "latest"
 """Pointer of DeepSpeed and of engine ``torch`` to the newest checkpoint's folder."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Megatron's pointer: the newest checkpoint's iteration."""
+COPIED: Final = ".copied"
+"""In the head's checkpoint folder: the iterations whose copies on other nodes need what all nodes have of them."""
 _NAME: Final = re.compile(r"^(?:iter_|global_step)(\d+)$")
 ZERO_RANK: Final = re.compile(r"^(?:.*_)?zero_pp_rank_(\d+)_")
 """A file that DeepSpeed writes for one data-parallel rank."""
@@ -41,6 +46,16 @@ def set_aside(folder: Path) -> Path:
     """Renames a checkpoint so that nothing loads, overwrites or removes it; returns its new path."""
     candidates = (folder.with_name(f"{folder.name}.set-aside-{number}") for number in itertools.count(1))
     return folder.rename(next(path for path in candidates if not path.exists()))
+
+
+def write_copied(folder: Path, iterations: Iterable[int]) -> None:
+    """Keeps these checkpoints, on every node, from ``train.keep_checkpoints``, until others are given."""
+    write_atomic(folder / COPIED, " ".join(map(str, sorted(iterations))).encode())
+
+
+def read_copied(folder: Path) -> set[int]:
+    """Returns the iterations of :func:`write_copied`."""
+    return {int(word) for word in read_text(folder / COPIED).split() if word.isdecimal()}
 
 
 def saved_in(folder: Path) -> dict[int, Path]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from queue import Queue
+from unittest import mock
 
 import pytest
 
+from tridock.contracts.checkpoints import read_copied, write_copied
 from tridock.contracts.lease import Lease, record
 from tridock.contracts.node_answers import ReplicaStatus
 from tridock.contracts.run_folder import write_atomic
@@ -15,6 +19,7 @@ from tridock.contracts.vote import LEASE_S, Vote, VoteRequest
 from tridock.node.agent import voter
 from tridock.node.agent.replica import Replica, adopt, copy_of, status
 from tridock.node.agent.voter import answer, vote_of
+from tridock.node.supervisor import replication
 
 
 def checkpoint(folder: Path, iteration: int, **files: str) -> bytes:
@@ -73,6 +78,27 @@ def test_a_later_checkpoint_that_is_whole_without_the_head_stays(folder: Path) -
     adopt(folder, (3, 20))
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"iter_0000020", "iter_0000040.set-aside-1", "iter_0000060"}
+
+
+def test_a_checkpoint_that_a_copy_needs_is_kept_until_the_next_copy_is_complete(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the one that a supervisor before this one had copied."""
+    kept: Queue[set[int]] = Queue()
+    supervision = Supervision("a", {}, ("b",), 1, 1.0, checkpoints=str(folder / "checkpoints"), replication_factor=2)
+    supervision = replace(supervision, voters=("a", "b", "c"))
+    monkeypatch.setattr(replication, "_LOOK_S", 0.01)
+    monkeypatch.setattr(replication, "send", lambda *_: kept.put(read_copied(folder / "checkpoints")))
+    monkeypatch.setattr(replication.Replication, "_ask", lambda *_: ReplicaStatus(False, ("common",)))
+    write_copied(folder / "checkpoints", (20,))
+    copies = replication.Replication(folder, supervision, mock.Mock(token=3, prepared_at=0.0))
+    try:
+        assert kept.get(timeout=60) == {20, 40}
+        for iteration in (60, 80):
+            checkpoint(folder / "checkpoints", iteration, common="c")
+            assert kept.get(timeout=60) == {iteration - 20, iteration}
+    finally:
+        copies.close()
 
 
 def test_the_folder_itself_is_newer_than_any_copy(folder: Path) -> None:

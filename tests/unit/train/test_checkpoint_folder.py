@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.train.experiments import experiment
-from tridock.contracts.checkpoints import newest
+from tridock.contracts.checkpoints import COPIED, newest, write_copied
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.checkpoint import Checkpoints, check_shared
@@ -283,6 +283,18 @@ def test_the_newest_stay(tmp_path: Path, ranks: Ranks) -> None:
     assert listing(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004", "latest"]
     save(checkpoints, 5, keep=1)
     assert listing(tmp_path) == ["iter_0000005", "latest"]
+
+
+def test_what_another_node_has_copied_stays_until_it_has_a_newer_copy(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    save(checkpoints, 1)
+    write_copied(tmp_path, (1,))
+    for iteration in (2, 3):
+        save(checkpoints, iteration, keep=1)
+    assert listing(tmp_path) == [COPIED, "iter_0000001", "iter_0000003", "latest"]
+    write_copied(tmp_path, (3,))
+    save(checkpoints, 4, keep=1)
+    assert listing(tmp_path) == [COPIED, "iter_0000003", "iter_0000004", "latest"]
 
 
 def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path, ranks: Ranks) -> None:

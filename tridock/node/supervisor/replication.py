@@ -35,6 +35,8 @@ class Replication:
         self._folder, self._supervision, self._lease = folder, supervision, lease
         self._copied: dict[str, tuple[int, int]] = {}
         self._failed: set[str] = set()
+        # The copies that an earlier supervisor has made.
+        self._kept = checkpoints.read_copied(Path(supervision.checkpoints)) if supervision.checkpoints else set[int]()
         self._closed = threading.Event()
         if supervision.replicas:
             threading.Thread(target=self._keep_copying, daemon=True).start()
@@ -59,6 +61,7 @@ class Replication:
         try:
             status = self._ask(node, checkpoint)
             if not status.shares:
+                self._keep(iteration)
                 replica = self._folder / run_folder.REPLICA
                 copy = Replica(self._lease.token, iteration, None if checkpoint is None else checkpoint.name)
                 send(self._supervision.reach, node, replica, self._files(checkpoint, status.lacks, copy))
@@ -71,6 +74,14 @@ class Replication:
         self._failed.discard(node)
         self._copied[node] = state
         self._lease.note_copy(iteration)
+
+    def _keep(self, iteration: int) -> None:
+        """Keeps this checkpoint, which is being copied, and those that the nodes' newest complete copies belong to."""
+        if iteration and (folder := self._supervision.checkpoints) is not None:
+            complete = {iteration for iteration, _ in self._copied.values()}
+            if len(self._copied) < len(self._supervision.replicas):
+                complete |= self._kept
+            checkpoints.write_copied(Path(folder), {*complete, iteration})
 
     def _newest(self) -> tuple[int, Path] | None:
         folder = self._supervision.checkpoints

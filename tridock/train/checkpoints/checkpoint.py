@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tridock.contracts.checkpoints import MANIFEST, set_aside
+from tridock.contracts.checkpoints import MANIFEST, read_copied, set_aside
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError, RunError
 from tridock.train.checkpoints import files
@@ -121,7 +121,7 @@ class Checkpoints:
                 if self.leads:
                     for file, content in own.items():
                         write_atomic(partial / file, content)
-            entries = self._entries(final, partial, needed, ranks)
+            entries, copied = self._entries(final, partial, needed, ranks)
             with self._writing(final, ranks):
                 if self.leads:
                     self._finish(staging, iteration, entries)
@@ -129,7 +129,7 @@ class Checkpoints:
                 if self.leads:
                     self._point(iteration)
         if self.leads:
-            self._prune(keep, iteration)
+            self._prune(keep, iteration, copied)
         barrier(ranks.group)
         return final
 
@@ -162,8 +162,13 @@ class Checkpoints:
                 )
                 raise RunError(Problem(str(final), "the checkpoint could not be written", got, todo)) from error
 
-    def _entries(self, final: Path, partial: Path, needed: Collection[str], ranks: Ranks) -> dict[str, Entry]:
-        """Returns the manifest's content; one rank that sees a file reads it and syncs it to disk."""
+    def _entries(
+        self, final: Path, partial: Path, needed: Collection[str], ranks: Ranks
+    ) -> tuple[dict[str, Entry], set[int]]:
+        """Returns the manifest's content, and the iterations that another node has copied, by the head's folder.
+
+        One rank that sees a file reads it and syncs it to disk.
+        """
         mine: dict[str, Entry] = {}
         with self._writing(final, ranks):
             sizes = files.sizes_in(partial)
@@ -172,9 +177,11 @@ class Checkpoints:
                 raise RunError(Problem(str(final), "the checkpoint lacks a file", missing[0], todo))
             for name in files.assign_to_ranks(sizes, self._sharing)[self.ranks.rank]:
                 mine[name] = Entry.of(partial / name, sync=True)
-        shares: list[tuple[int, dict[str, Entry]]] = [(0, {})] * self.ranks.world_size
-        dist.all_gather_object(shares, (self.leader, mine), group=ranks.group)
-        return {name: entry for leader, share in shares if leader == self.leader for name, entry in share.items()}
+        shares: list[tuple[int, dict[str, Entry], set[int]]] = [(0, {}, set())] * self.ranks.world_size
+        copied = read_copied(self.folder) if self.leads else set()
+        dist.all_gather_object(shares, (self.leader, mine, copied), group=ranks.group)
+        entries = {name: entry for leader, share, _ in shares if leader == self.leader for name, entry in share.items()}
+        return entries, set().union(*(copied for *_, copied in shares))
 
     def _finish(self, staging: Path, iteration: int, entries: Mapping[str, Entry]) -> None:
         """Writes the manifest and renames the folder; keeps a previous folder of that name until then."""
@@ -209,13 +216,13 @@ class Checkpoints:
             else:
                 old.rename(final)
 
-    def _prune(self, keep: int | None, iteration: int) -> None:
+    def _prune(self, keep: int | None, iteration: int, copied: set[int]) -> None:
         if keep is None:
             return
         complete = {
             found: files.is_complete(self.folder / self.names.folder(found)) for found in self.names.found(self.folder)
         }
-        for old in files.to_remove(complete, keep, iteration):
+        for old in (number for number in files.to_remove(complete, keep, iteration) if number not in copied):
             name = self.names.folder(old)
             # Renamed first: a half-removed folder must not look like a checkpoint.
             doomed = self.folder / f".{name}.part"

@@ -26,6 +26,8 @@ from tridock.errors import Problem, RunError, TridockError
 _PR_SET_PDEATHSIG: Final = 1
 _SLOT_BYTES: Final = 6 << 20
 """Bytes of a slot, more than a chunk and its tokens need; a very long line and its tokens go through a pipe."""
+_IN_FLIGHT: Final = 4
+"""Chunks per worker that are sent or whose results wait. With two, workers wait for this process on a busy machine."""
 _SEND_S: Final = 3e-4
 """Processor seconds to send a chunk to a worker and to receive the result."""
 _SMALL: Final = 16 << 10
@@ -39,16 +41,16 @@ Result = tuple[Encoded, SlotArrays | None]
 def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Generator[tuple[Chunk, Encoded | None]]:
     """Yields each chunk with its documents; None for a chunk without lines, or with a truncated line.
 
-    With one worker this process encodes. At most two chunks per worker are in flight. Workers read the lines of
-    uncompressed files themselves; this process encodes chunks that take longer to send than to encode, such as small
-    files. Closing the generator ends the workers.
+    With one worker this process encodes. Workers read the lines of uncompressed files themselves; this process encodes
+    chunks that take longer to send than to encode, such as small files. Closing the generator ends the workers.
     """
     if workers == 1:
         for chunk in chunks:
             yield chunk, None if _has_no_lines(chunk) else recipe.encode(chunk.data, chunk.source.kind)
         return
+    in_flight_at_most = _IN_FLIGHT * workers
     # Slots for the chunks in flight, and for a few whose tokens are being written and hashed.
-    slots = Slots(2 * workers + 4, _SLOT_BYTES)
+    slots = Slots(in_flight_at_most + 4, _SLOT_BYTES)
     pool: list[_Worker] = []
     in_flight: deque[_Task] = deque()
     here = _Here(recipe)
@@ -56,7 +58,7 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Ge
         _start_workers(lambda: pool.extend(_Worker(recipe, slots) for _ in range(workers)))
         for chunk in chunks:
             in_flight.append(here.encode(chunk) if here.is_quicker(chunk) else _submit(chunk, pool, slots))
-            if len(in_flight) >= 2 * workers:
+            if len(in_flight) >= in_flight_at_most:
                 yield _result(in_flight.popleft(), slots)
         while in_flight:
             yield _result(in_flight.popleft(), slots)

@@ -12,7 +12,7 @@ import pytest
 
 from tridock.errors import RequestError
 from tridock.node.agent.code import place_code, place_run
-from tridock.ops.runs.code import archive_of
+from tridock.ops.runs.code import ARCHIVE_END, archive_member
 
 
 def index(**contents: bytes) -> str:
@@ -56,7 +56,7 @@ def test_names_outside_of_the_folder_are_refused(tmp_path: Path, name: str) -> N
 def test_a_runs_files_arrive_with_its_code(tmp_path: Path) -> None:
     store(tmp_path / "run-1", b"one")
     files = {"launch.sh": b"exec true", "code.json": index(run=b"one").encode()}
-    packed = b"".join(archive_of(files))
+    packed = b"".join((*(archive_member(*file) for file in files.items()), ARCHIVE_END))
     assert place_run(tmp_path / "run-1", io.BytesIO(packed)).missing == ()
     assert {name: (tmp_path / "run-1" / name).read_bytes() for name in files} == files
     assert (tmp_path / "run-1" / "code" / "run").read_bytes() == b"one"
@@ -65,6 +65,6 @@ def test_a_runs_files_arrive_with_its_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [0, 100, tarfile.BLOCKSIZE + 2, 2 * tarfile.BLOCKSIZE, 3 * tarfile.BLOCKSIZE + 2])
 def test_a_part_of_a_runs_files_is_no_run(tmp_path: Path, at: int) -> None:
     """An archive that is cut between two files reads like a whole one."""
-    packed = b"".join(archive_of({"launch.sh": b"exec true", "code.json": index(run=b"one").encode()}))
+    packed = archive_member("launch.sh", b"exec true") + archive_member("code.json", index(run=b"one").encode())
     with pytest.raises(EOFError, match=r"^only part of the files for .*/run-1 arrived$"):
         place_run(tmp_path / "run-1", io.BytesIO(packed[:at]))

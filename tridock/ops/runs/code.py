@@ -135,11 +135,18 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def archive_of(files: Mapping[str, Path | bytes]) -> Iterator[bytes]:
+ARCHIVE_END: Final = bytes(2 * tarfile.BLOCKSIZE)
+
+
+def archive_member(name: str, content: bytes) -> bytes:
+    """Returns a file's part of a tar archive."""
+    header = tarfile.TarInfo(name)
+    header.size = len(content)
+    return header.tobuf() + content + bytes(-len(content) % tarfile.BLOCKSIZE)
+
+
+def archive_of(files: Mapping[str, Path]) -> Iterator[bytes]:
     """Yields a tar archive of the files in chunks."""
-    for name, source in files.items():
-        content = source if isinstance(source, bytes) else source.read_bytes()
-        header = tarfile.TarInfo(name)
-        header.size = len(content)
-        yield header.tobuf() + content + bytes(-len(content) % tarfile.BLOCKSIZE)
-    yield bytes(2 * tarfile.BLOCKSIZE)
+    for name, path in files.items():
+        yield archive_member(name, path.read_bytes())
+    yield ARCHIVE_END

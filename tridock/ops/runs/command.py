@@ -18,7 +18,7 @@ from tridock.launchers.command import CommandRun, make_command_bundle
 from tridock.ops.doctor import ask_for_quick_reports, check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.runs.code import Code, archive_of, code_of_run, read_code
+from tridock.ops.runs.code import ARCHIVE_END, Code, archive_member, archive_of, code_of_run, read_code
 from tridock.ops.runs.provenance import Approve, provenance
 from tridock.ops.runs.registry import refuse_slots_in_use, require_queue_node, slots_in_use
 from tridock.ops.runs.sinks import check_on_head, sinks_of, with_cluster_sinks
@@ -110,14 +110,16 @@ def _put_files(session: Session, code: Code, bundle: RunBundle) -> None:
     by_content = {it.sha256: code.folder / name for name, it in code.files.items()}
     store = f"{run_folder.WORKSPACE}/runs/{run_folder.CODE_STORE}"
     files_on = first_files(session, bundle)
+    members = {name: archive_member(name, content) for name, content in bundle.files.items()}
+    index = members[run_folder.CODE_INDEX]
 
     def send(node: str, host: Host) -> None:
         folder = host_folder(session, node, bundle)
-        files = dict(files_on(node))
-        files[run_folder.CODE_INDEX] = files.pop(run_folder.CODE_INDEX)  # last: the node takes nothing less for all
+        files = [members[name] for name in files_on(node) if name != run_folder.CODE_INDEX]
+        packed = b"".join((*files, index, ARCHIVE_END))  # the index last: the node takes nothing less for all
         # The node writes them itself: on many hosts every process of a shell counts.
         place = session.inside(node, *NODE, "place-code", "--files", bundle.path, interactive=True)
-        done = host.pipe((b"".join(archive_of(files)),), place, timeout=_CODE_TIMEOUT_S)
+        done = host.pipe((packed,), place, timeout=_CODE_TIMEOUT_S)
         done = replace(done, command=f"write into {folder}")
         if missing := session.answer(node, PlacedCode, "place-code", done).missing:
             archive = archive_of({sha256: by_content[sha256] for sha256 in missing})

@@ -155,7 +155,7 @@ def test_a_head_that_is_cut_off_ends_itself_first(twin: Clone, calm: dict[int, f
 
 
 def test_checkpoints_on_a_shared_disk_that_holds_no_runs(twin: Clone) -> None:
-    """FSDP's checkpoints have to be in a folder that all nodes share; the run's own folder need not."""
+    """FSDP's have to be in a folder that all nodes share. What the head logged after the last copy is lost with it."""
     sharded = {"parallel.strategy": "fsdp", "parallel.zero_stage": 0}
     calm = losses_of_a_calm_run(twin, **sharded, **{"train.checkpoint_folder": "data/calm"})
     with launched(twin, **FIELDS, **RESTART, **sharded, **{"train.checkpoint_folder": "data/disturbed"}) as run:
@@ -163,7 +163,9 @@ def test_checkpoints_on_a_shared_disk_that_holds_no_runs(twin: Clone) -> None:
         succeed("docker", "kill", container_of(twin, HEAD))
         wait_for_a_takeover(run)
         assert run.end(OTHER) == 0
-        check_the_end(run, calm)
+        lost = calm.keys() - run.losses(OTHER).keys()
+        assert lost <= set(range(21, 240))
+        check_the_end(run, {n: loss for n, loss in calm.items() if n not in lost})
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, ("nsenter", "iptables"))), reason="needs root")

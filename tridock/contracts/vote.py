@@ -57,7 +57,7 @@ class VoteRequest:
     """Whether a user starts the run, which may have ended before."""
     gives_back: bool = False
     is_over: bool = False
-    """With ``gives_back``: the run has ended."""
+    """With ``gives_back``: the run has ended. Otherwise the sender has not held the lease, and never will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ def decide(vote: Vote, request: VoteRequest, now: float) -> tuple[Vote, VoteAnsw
             return vote, _answer(vote, now, granted=False)
         vote = replace(vote, granted_at=now, copied=max(vote.copied, request.copied))
         return vote, _answer(vote, now, granted=True)
-    is_newer = request.token > vote.token and not request.gives_back
+    # Whoever gave this very token back had lost the election: the winner may have it.
+    was_given_back = request.token == vote.token and vote.granted_at is None and not vote.is_over
+    is_newer = (request.token > vote.token or was_given_back) and not request.gives_back
     may_lead = request.starts or (not vote.is_over and request.copied >= vote.copied)
     if not is_newer or not may_lead or vote.left_s(now) > 0:
         return vote, _answer(vote, now, granted=False)

@@ -174,13 +174,15 @@ WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 RANK_WORKERS ?= 2
 # The unit tests that import torch or DeepSpeed.
 TORCH_TESTS = tests/unit/train tests/unit/compat tests/unit/deepspeed tests/memory
-# Those that start Tridock's own processes and wait for them: commands of a node, supervisors, trackers, scripts.
-PROCESS_TESTS = tests/shell tests/unit/sinks tests/unit/ops/test_track.py tests/unit/test_fabfile.py \
-    tests/unit/test_user_input.py tests/unit/data/test_preprocess_command.py tests/unit/data/test_train_tokenizer.py \
-    tests/unit/ops/test_attached.py tests/unit/train/test_signals.py \
-    $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) \
-    $(addsuffix .py,$(addprefix tests/unit/node/test_,evidence failover node_report node_starter processes queue rank_logs \
-    rank_output rank_starter runs))
+# Those that start processes and wait for them: commands of a node, supervisors, trackers, scripts, workers.
+PROCESS_TESTS = tests/shell tests/unit/sinks \
+    $(addsuffix .py,$(addprefix tests/unit/test_,command completion extras fabfile gpu_trial imports user_input)) \
+    $(addsuffix .py,$(addprefix tests/unit/data/test_,megatron_types preprocess preprocess_command train_tokenizer workers)) \
+    $(addsuffix .py,$(addprefix tests/unit/node/test_,evidence failover node_report node_starter ports preflight processes \
+    queue rank_logs rank_output rank_starter runs spare_lock)) \
+    $(addsuffix .py,$(addprefix tests/unit/ops/test_,attached code keys local_run put_files sync sync_command sync_failures \
+    track)) tests/unit/ops/image/test_transfer.py \
+    $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) tests/unit/train/test_signals.py
 # What TESTS selects may all be in the other half.
 OR_NONE = $(if $(TESTS),|| [[ $$? == 5 ]])
 # Tests that call make themselves do not share the jobs of this one.
@@ -210,12 +212,15 @@ test-unit: .venv/.full ## What needs no process, no ranks and no Docker
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-unit-torch test-unit-others
 	@grep -q '<testcase' .cache/tests/unit-*.xml || { echo "TESTS: selects no test" >&2; exit 5; }
 
-# One process imports torch, and no worker of the others: that takes longer than most tests together.
+# Two processes, one for each core: workers would each collect all tests again. One imports torch, and has the tests of
+# data/ too, so that both take as long.
+NO_PROCESSES = $(addprefix --ignore ,$(PROCESS_TESTS))
+NO_RANKS = $(addprefix --ignore tests/,distributed integration gpu rehearsal)
 .PHONY: test-unit-torch test-unit-others
 test-unit-torch: .venv/.full
-	$(PYTEST) $(TORCH_TESTS) $(addprefix --ignore ,$(PROCESS_TESTS)) $(TESTS) $(OR_NONE)
+	@$(PYTEST) $(TORCH_TESTS) tests/unit/data $(NO_PROCESSES) $(TESTS) $(OR_NONE)
 test-unit-others: .venv/.full
-	$(PYTEST) tests $(addprefix --ignore ,$(TORCH_TESTS) $(PROCESS_TESTS) tests/distributed tests/integration tests/gpu tests/rehearsal) -n $(CORES) --dist loadgroup $(TESTS) $(OR_NONE)
+	@$(PYTEST) tests $(addprefix --ignore ,$(TORCH_TESTS) tests/unit/data) $(NO_PROCESSES) $(NO_RANKS) $(TESTS) $(OR_NONE)
 
 .PHONY: test-processes
 test-processes: .venv/.full ## Processes of Tridock's own, without ranks and Docker

@@ -101,7 +101,7 @@ def test_imports_go_down_only() -> None:
 
 
 def test_only_the_tests_that_share_a_process_import_torch() -> None:
-    """Others would make each of xdist's workers import it, which takes longer than most tests together."""
+    """The other process of `make test-unit` would import it too, which takes longer than most tests together."""
     (folders,) = re.findall(r"^TORCH_TESTS = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     own = [ROOT / folder for folder in folders.split()]
     others = [path for path in (ROOT / "tests/unit").rglob("*.py") if not any(map(path.is_relative_to, own))]

@@ -12,7 +12,12 @@ from tridock.train.models.resnet import ResNet
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "images", "precision"), [(128, 128, 2, "fp32"), (96, 160, 3, "fp32"), (128, 96, 4, "bf16")]
+    ("height", "width", "images", "precision"),
+    [
+        pytest.param(128, 128, 2, "fp32", marks=pytest.mark.full),
+        pytest.param(96, 160, 3, "fp32", marks=pytest.mark.full),
+        (128, 96, 4, "bf16"),
+    ],
 )
 def test_what_is_kept_is_what_the_planner_counts(height: int, width: int, images: int, precision: str) -> None:
     of = experiment(

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tridock.contracts.pretrained import StoredWeights
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 9
+PROTOCOL: Final = 10
 """Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
 notices; a node whose image has another version is then reported."""
 USAGE: Final = 2
@@ -209,6 +210,8 @@ class PreflightAnswer:
     read: Mapping[str, Any] = field(default_factory=dict)
     loads: bool = True
     """Whether the folder of the checkpoint to load exists."""
+    weights: StoredWeights | None = None
+    """The weights that the run starts from, if it does."""
     has_tokenizer: bool = True
     """Whether one of the folders that the run searches has a tokenizer."""
     missing_packages: tuple[str, ...] = ()

@@ -4,8 +4,10 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from tridock.contracts.pretrained import HF, StoredWeights
 from tridock.errors import Problem
 from tridock.experiment.schema import Experiment
+from tridock.experiment.weights import model_parameters
 
 IMAGE_SUFFIXES = ("_images.npy", "_labels.npy")
 """File name endings after ``data.data_path`` for an image model."""
@@ -14,11 +16,34 @@ TOKENIZER: Final = "tokenizer.json"
 
 
 def tokenizer_folders(experiment: Experiment) -> tuple[str, ...]:
-    """Returns where a run looks for its tokenizer: the folder of its pretrained weights, then beside its data."""
-    if experiment.train.pretrained_folder is not None:
-        return (experiment.train.pretrained_folder,)
+    """Returns where a run looks for its tokenizer: the transformers folder of its weights, or beside its data."""
+    if experiment.train.pretrained is not None and experiment.train.pretrained[0] == HF:
+        return (experiment.train.pretrained[1],)
     beside = posixpath.dirname(experiment.data.data_path)
     return (beside or ".", posixpath.join(beside, "tokenizer"))
+
+
+def weights_problems(experiment: Experiment, stored: StoredWeights, tokens: int | None) -> Iterator[Problem]:
+    """Yields differences between the weights of ``train.load: FORMAT:DIR`` and the experiment's model.
+
+    ``tokens`` is the size of its vocabulary, if known.
+    """
+    model = experiment.model.model_copy(update={"vocab_size": tokens})
+    sizes = {"max_position_embeddings": model.positions, "ffn_hidden_size": model.ffn_size}
+    differs = False
+    for name, there in stored.fields.items():
+        here = sizes.get(name, getattr(model, name))
+        if here not in (there, None):
+            differs = True
+            yield Problem(
+                f"model.{name}", f"the weights of train.load have {there}", str(here), f"set it to {there}", (there,)
+            )
+    if differs or tokens is None or stored.parameters is None:
+        return
+    here = model_parameters(model, tokens)
+    if here != stored.parameters:
+        what = f"the weights of train.load have {stored.parameters:,} parameters, the experiment's model another number"
+        yield Problem("model", what, f"{here:,}", "change its fields until the plan shows as many")
 
 
 def data_problems(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from tridock.contracts.limits import MOST_RANKS
+from tridock.contracts.pretrained import FORMATS
 from tridock.experiment.deepspeed_json import with_fields_of
 from tridock.experiment.model import Fraction, Layers, Many, Model
 from tridock.sink_settings import Notifications, Trackers
@@ -198,7 +199,6 @@ class LossScale(Section):
     hysteresis: Positive = Field(default=2, description="Overflows before the dynamic scale halves.")
 
 
-_PRETRAINED: Final = "hf:"
 Prompt = Annotated[str, StringConstraints(max_length=2000)]
 Prompts = Annotated[tuple[Prompt, ...], AS_TUPLE, Field(max_length=16)]
 
@@ -236,8 +236,9 @@ class Train(Section):
     load: PathText | None = Field(
         default=None,
         description="Checkpoint folder to resume from (of a run: runs/<run-id>/checkpoints). May be the same as"
-        " checkpoint_folder: the first run then starts from scratch, later ones resume. hf:FOLDER: start from"
-        " the weights of a transformers model folder.",
+        " checkpoint_folder: the first run then starts from scratch, later ones resume. Or start from weights:"
+        " hf:FOLDER, a transformers model folder; deepspeed:FOLDER, a checkpoint of DeepSpeed (ZeRO 0 to 3) of such a"
+        " model.",
     )
     seed: Count = Field(
         default=1234, description="Random seed of the weights, of dropout and of the order of the data."
@@ -258,10 +259,15 @@ class Train(Section):
     )
 
     @property
+    def pretrained(self) -> tuple[str, str] | None:
+        """Format and folder in ``load: FORMAT:DIR``, of weights to start from; None if ``load`` names none."""
+        format_, _, folder = (self.load or "").partition(":")
+        return (format_, folder) if format_ in FORMATS else None
+
+    @property
     def pretrained_folder(self) -> str | None:
-        """The transformers folder in ``load: hf:DIR``; None if ``load`` names no such folder."""
-        is_one = self.load is not None and self.load.startswith(_PRETRAINED)
-        return self.load.removeprefix(_PRETRAINED) if self.load is not None and is_one else None
+        """The folder of :attr:`pretrained`."""
+        return self.pretrained[1] if self.pretrained is not None else None
 
     @property
     def loads_own_folder(self) -> bool:

@@ -193,6 +193,8 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("files", nargs="*", metavar="FILE", help="file that the run reads")
     preflight.add_argument("--read", action="append", default=[], metavar="FILE", help="JSON file to print; repeatable")
     preflight.add_argument("--load", metavar="FOLDER", help="checkpoint that the run loads")
+    text = "folder of weights that the run starts from, and its format"
+    preflight.add_argument("--weights", metavar="FORMAT:FOLDER", help=text)
     text = "tokenizer.json that the run needs, or another one; repeatable"
     preflight.add_argument("--tokenizer", dest="tokenizers", action="append", default=[], metavar="FILE", help=text)
     text = "Python package that the run needs; repeatable"

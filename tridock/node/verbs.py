@@ -288,7 +288,7 @@ def evidence(arguments: argparse.Namespace) -> node_answers.Evidence:
 def preflight(arguments: argparse.Namespace) -> node_answers.PreflightAnswer:
     from tridock.node.probes.preflight import preflight
 
-    names = ("load", "tokenizers", "packages", "multicast", "nvme", "head", "port")
+    names = ("load", "weights", "tokenizers", "packages", "multicast", "nvme", "head", "port")
     asked = {name: getattr(arguments, name) for name in names}
     return preflight(arguments.files, arguments.read, **asked)
 

@@ -26,12 +26,12 @@ from tridock.train.compiler import compiler_problems
 from tridock.train.data.dataset import load_splits, mixed_seed
 from tridock.train.data.images import load_images
 from tridock.train.data.prefetch import Arrays, Prefetcher, Split
-from tridock.train.huggingface.weights import Pretrained
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.models.resnet import ResNet
 from tridock.train.parallel.mesh import STAGES, Mesh
 from tridock.train.parallel.mesh_strategy import MeshStrategy
 from tridock.train.parallel.strategies import Step, Strategy, build_strategy, is_sharded
+from tridock.train.pretrained import pretrained_weights
 from tridock.train.rank import signals
 from tridock.train.rank.metrics import Metrics
 from tridock.train.rank.phases import DATA, EVALUATION, step_seconds
@@ -90,9 +90,8 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
     tokens = experiment.model.vocab_size if experiment.model.is_vision else splits["train"].vocab_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with agree_on_errors(ranks):
-        if experiment.train.pretrained_folder is not None:
-            folder = workspace / experiment.train.pretrained_folder
-            model.given_weights = Pretrained.of(folder, experiment, tokens).items
+        if (weights := pretrained_weights(experiment, workspace, tokens)) is not None:
+            model.given_weights = weights.items
         if mesh is None:
             if experiment.train.compile:
                 model.compile_layers()

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import Fingerprint, NvmeFolder, PreflightAnswer
+from tridock.contracts.pretrained import StoredWeights
 from tridock.contracts.supervision import contract
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import cuda_driver
 from tridock.node.probes.limits_and_space import memory, soft_limit
+from tridock.node.probes.pretrained import stored_weights
 
 
 def preflight(
@@ -25,6 +27,7 @@ def preflight(
     read: Sequence[str],
     *,
     load: str | None = None,
+    weights: str | None = None,
     tokenizers: Sequence[str] = (),
     packages: Sequence[str] = (),
     multicast: bool = False,
@@ -41,6 +44,7 @@ def preflight(
         files={name: _fingerprint(Path(name)) for name in files},
         read={name: _json(Path(name)) for name in read},
         loads=load is None or Path(load).is_dir(),
+        weights=_weights(weights),
         has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
         missing_packages=tuple(name for name in packages if not _has_package(name)),
         multicast=cuda_driver().multicast if multicast else None,
@@ -51,6 +55,11 @@ def preflight(
         image_manifest=_json(Path(run_folder.CODE, "manifest.json")) if head else None,
         contract=contract() if head else None,
     )
+
+
+def _weights(given: str | None) -> StoredWeights | None:
+    kind, _, folder = (given or "").partition(":")
+    return stored_weights(kind, Path(folder)) if folder and Path(folder).is_dir() else None
 
 
 def _has_package(name: str) -> bool:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from tridock.contracts import checkpoints
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
+from tridock.contracts.pretrained import StoredWeights
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError, count
 from tridock.experiment import Experiment, fields_digest
-from tridock.experiment.inputs import IMAGE_SUFFIXES, TOKENIZER, data_problems, tokenizer_folders
+from tridock.experiment.inputs import IMAGE_SUFFIXES, TOKENIZER, data_problems, tokenizer_folders, weights_problems
 from tridock.gpus import MIB
 from tridock.ops.runs.start import refuse_other_contract
 from tridock.ops.runs.this_machine import node_argv, node_environment
@@ -114,6 +115,7 @@ def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
         train = experiment.train
         if train.load is not None and not train.loads_own_folder:
             argv.append(f"--load={train.pretrained_folder or train.load}")
+            argv += [f"--weights={train.load}"] if train.pretrained is not None else []
         if train.sample_prompts:
             argv += [f"--tokenizer={folder}/{TOKENIZER}" for folder in tokenizer_folders(experiment)]
     return (*argv, "--", *data_files(experiment))
@@ -135,6 +137,8 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
         if experiment.train.pretrained_folder is not None:
             todo = "copy it there: tridock data sync copies folders of data/"
         yield Problem(f"{config}: train.load", "no such folder on the first node", repr(experiment.train.load), todo)
+    if answer.weights is not None:
+        yield from _weights_problems(config, experiment, read["manifest"], answer.weights)
     if not answer.has_tokenizer:
         places = " and no ".join(f"{folder}/{TOKENIZER}" for folder in tokenizer_folders(experiment))
         what, todo = "needs the tokenizer of the data", "copy it there, or leave the prompts out"
@@ -144,6 +148,24 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
         *engine_of(experiment).checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),
     ]
     yield from (Problem(f"{config}: {it.where}", it.what, it.got, it.todo) for it in found)
+
+
+def _weights_problems(
+    config: Path, experiment: Experiment, manifest: object, stored: StoredWeights
+) -> Iterator[Problem]:
+    """Yields what is wrong with the weights to start from; warns if nothing shows all of their model's fields."""
+    if (it := stored.problem) is not None:
+        yield Problem(f"{config}: train.load", f"{it.where} {it.what}", it.got, it.todo)
+        return
+    if not stored.has_config:
+        what = "has no config.json: fields that no weight shows (heads, norm_epsilon, rotary_base) are not checked"
+        todo = "copy the model's config.json into it"
+        print(f"warning: {Problem(f'{config}: train.load', what, str(experiment.train.load), todo)}", file=sys.stderr)
+    tokens = experiment.model.vocab_size
+    if tokens is None and isinstance(manifest, Mapping):
+        tokens = manifest.get("vocab_size")
+    for it in weights_problems(experiment, stored, tokens):
+        yield Problem(f"{config}: {it.where}", it.what, it.got, it.todo, it.nearest)
 
 
 def data_files(experiment: Experiment) -> dict[str, str]:

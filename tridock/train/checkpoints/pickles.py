@@ -6,6 +6,7 @@ Loading an untrusted pickle can run any code.
 import argparse
 import os
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -14,6 +15,7 @@ from typing import IO, Any, Final
 
 import torch
 
+from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.write_errors import replaced
 
 
@@ -37,6 +39,32 @@ def safe_torch_load(more: Sequence[Any] = (), mmap: bool = False) -> Iterator[No
 
     known = [DynamicLossScaler, StaticLossScaler, ZeroStageEnum, fragment_address, (_member, "builtins.getattr")]
     with torch.serialization.safe_globals([*known, *more]), replaced(torch, "load", strict):
+        yield
+
+
+_FOREIGN: Final = re.compile(r"Unsupported (?:global: GLOBAL|operand|class) (\S+)")
+
+
+@contextmanager
+def refusing_foreign(todo: str) -> Iterator[None]:
+    """Makes torch.load name the file in what it raises: :class:`RequestError`. A context manager.
+
+    A file may be damaged, or hold an object of a class that is not safe to load.
+    """
+    load = torch.load
+
+    def named(file: Any, *given: Any, **options: Any) -> Any:
+        try:
+            return load(file, *given, **options)
+        except pickle.UnpicklingError as error:
+            found = _FOREIGN.search(str(error))
+            what = "holds an object that is not loaded, because a pickle can run any code"
+            got = found[1] if found else str(error).strip().splitlines()[0]
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            what, got = "cannot be read", str(error).strip().splitlines()[0]
+        raise RequestError(Problem(str(file), what, got, todo))
+
+    with replaced(torch, "load", named):
         yield
 
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tridock.contracts.pretrained import CONFIG, INDEX, SINGLE
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
 from tridock.errors import Problem, RequestError, RunError, exit_code_of
@@ -22,7 +23,7 @@ from tridock.experiment.weights import model_parameters
 from tridock.progress import Bars, bars
 from tridock.train.huggingface.families import config_of
 from tridock.train.huggingface.saved import Saved
-from tridock.train.huggingface.weights import CONFIG, INDEX, SINGLE, exported
+from tridock.train.huggingface.weights import exported
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_BYTES: Final = 2 << 30

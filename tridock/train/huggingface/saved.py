@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts.checkpoints import newest, saved_in
+from tridock.contracts.pretrained import CONFIG
 from tridock.contracts.run_folder import CHECKPOINTS, EXPERIMENT
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.errors import Problem, RequestError
@@ -18,8 +19,9 @@ from tridock.train.checkpoints.files import read_manifest as read_manifest_of_fi
 from tridock.train.checkpoints.progress import PROGRESS, read_progress
 from tridock.train.checkpoints.weights import weights_in
 from tridock.train.huggingface.families import model_fields
+from tridock.train.huggingface.stored import Safetensors, read_config
 from tridock.train.huggingface.tokenizer import tokenizer_of
-from tridock.train.huggingface.weights import CONFIG, Pretrained, Read, read_config
+from tridock.train.huggingface.weights import Pretrained, Read
 
 _TANH: Final = frozenset(("--bias-gelu-fusion", "--openai-gelu"))
 """Options of Megatron-LM v1.1.5 that make its GELU the tanh approximation."""
@@ -50,7 +52,7 @@ class Saved:
         if (path / CONFIG).is_file():
             fields = model_fields(read_config(path), str(path / CONFIG))
             model = Model.model_validate({"seq_length": fields["max_position_embeddings"], **fields})
-            return cls(model, fields["vocab_size"], Pretrained(path, model).read, path, str(path))
+            return cls(model, fields["vocab_size"], Pretrained(Safetensors(path), model).read, path, str(path))
         experiment = load_experiment(path / EXPERIMENT)
         workspace = path.absolute().parent.parent
         folder = workspace / (experiment.train.checkpoint_folder or path.absolute() / CHECKPOINTS)

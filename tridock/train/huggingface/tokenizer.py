@@ -3,6 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
+from tridock.contracts.pretrained import HF
 from tridock.data.dataset.manifest import read_manifest
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.data.tokenize.tokenizer import TOKENIZER, BytePairTokenizer
@@ -14,7 +15,7 @@ from tridock.experiment.inputs import tokenizer_folders
 def tokenizer_of(experiment: Experiment, workspace: Path) -> Path | None:
     """Returns the folder of the tokenizer that made the data: that of the pretrained weights, or beside the data."""
     folders = [workspace / folder for folder in tokenizer_folders(experiment)]
-    if experiment.train.pretrained_folder is not None:
+    if experiment.train.pretrained is not None and experiment.train.pretrained[0] == HF:
         return folders[0]
     manifest = read_manifest(workspace / experiment.data.data_path)
     places = (place for place in folders if (place / TOKENIZER).is_file())

@@ -4,28 +4,26 @@ Engine torch and megatron-core both order a layer's queries, keys and values gro
 SwiGLU's two matrices as one, and each norm with the matrix that follows it.
 """
 
-import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from tridock.contracts.pretrained import CONFIG
 from tridock.engines import as_yaml
 from tridock.errors import Problem, RequestError
 from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
 from tridock.train.huggingface.families import Family, family_of, model_fields
+from tridock.train.huggingface.stored import Safetensors, Stored, read_config
 from tridock.train.models.gpt import GPT, Shape
 
 Read = Callable[[str], Tensor]
 """Returns a whole weight by its name in engine torch's model."""
-CONFIG: Final = "config.json"
-INDEX: Final = "model.safetensors.index.json"
-SINGLE: Final = "model.safetensors"
 _LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)$")
 _EXPERT: Final = re.compile(r"^experts\.(\d+)\.(.+)$")
 _VOCABULARY: Final = ("token_embedding.weight", "output_layer.weight")
@@ -33,9 +31,15 @@ _VOCABULARY: Final = ("token_embedding.weight", "output_layer.weight")
 
 def names_of(model: Model) -> list[str]:
     """Returns engine torch's names of a model's weights, in the order of the forward pass."""
+    return list(weights_on_meta(model, 1))
+
+
+def weights_on_meta(model: Model, rows: int) -> dict[str, Tensor]:
+    """Returns the weights in that order, without data; the token table has ``rows`` rows."""
     with torch.device("meta"):
-        names = [name for name, _ in GPT(Shape(model, 1)).named_parameters()]
-    return sorted(names, key=lambda name: name.startswith(("final_norm", "output_layer")))
+        weights = dict(GPT(Shape(model, rows)).named_parameters())
+    names = sorted(weights, key=lambda name: name.startswith(("final_norm", "output_layer")))
+    return {name: weights[name] for name in names}
 
 
 def exported(model: Model, tokens: int, read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -79,39 +83,63 @@ def _join_heads(model: Model, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(groups, 1).flatten(0, 2)
 
 
-class Pretrained:
-    """The weights in a transformers folder (``hf:DIR``), by engine torch's names."""
+class Weights(ABC):
+    """Weights to start a run from, by engine torch's names, read one by one."""
 
-    def __init__(self, folder: Path, model: Model) -> None:
-        self.folder, self.model = folder, model
+    model: Model
+    names: Sequence[str]
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Returns a whole weight; the token table has no padding, and the position table as many rows as stored."""
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self.names)
+
+    def __deepcopy__(self, memo: object) -> "Weights":
+        return self  # nothing in it changes
+
+
+class Pretrained(Weights):
+    """Weights with transformers' names (``hf:DIR``, ``deepspeed:DIR``).
+
+    A part may precede all names, if the model was inside another one, and a base model's names lack their first part.
+    """
+
+    def __init__(self, stored: Stored, model: Model) -> None:
+        self.folder, self.model = stored.folder, model
         self.family = family_of(model)
         self.names = names_of(model)
+        self._stored = stored
+        self._prefix, self._base = self._surroundings()
 
     @classmethod
     def of(cls, folder: Path, experiment: Experiment, tokens: int) -> "Pretrained":
-        """Opens a folder. Raises :class:`RequestError` with every difference from the experiment's model, and with all
-        that is missing in the folder."""
-        fields = model_fields(read_config(folder), str(folder / CONFIG))
-        model = experiment.model.model_copy(update={"vocab_size": tokens})
-        theirs = Model.model_validate({"seq_length": model.seq_length, **fields})
-        if model.rotary_size and model.positions <= theirs.positions:
-            del fields["max_position_embeddings"]  # without a position table, shorter samples use the same model
-        pairs = ((name, _meaning(theirs, name), _meaning(model, name)) for name in fields)
-        if problems := [
-            Problem(f"model.{name}", f"the model in {folder} has {there}", str(here), f"set it to {as_yaml(there)}")
-            for name, there, here in pairs
-            if there != here
-        ]:
-            raise RequestError(problems)
-        found = cls(folder, model)
-        for name in found.names:
-            for target in _targets(found.family, name):
-                found._file_of(target)
+        """Opens a transformers folder. Raises :class:`RequestError` with every difference from the experiment's model,
+        and with all that is missing in the folder."""
+        model = checked_model(folder, experiment, tokens)
+        found = cls(Safetensors(folder), model)
+        found.require_all()
         return found
 
+    def require_all(self) -> set[str]:
+        """Returns the stored names of all weights. Raises :class:`RequestError` if one is missing."""
+        targets = [target for name in self.names for target in _targets(self.family, name)]
+        return {self.stored_name(target) for target in targets}
+
+    def stored_name(self, target: str) -> str:
+        """Returns the stored name of a weight of transformers' model. Raises :class:`RequestError` if it is missing."""
+        name = self.renamed(target)
+        if name not in self._stored.names:
+            raise RequestError(Problem(str(self.folder), "lacks a weight", target, "download the complete model"))
+        return name
+
+    def renamed(self, target: str) -> str:
+        """Returns the name that a weight of transformers' model has here, if it is there."""
+        return self._prefix + target.removeprefix(self._base)
+
     def read(self, name: str) -> Tensor:
-        """Returns a weight; the token table has no padding, and the position table as many rows as in the folder."""
-        parts = [self._tensor(target) for target in _targets(self.family, name)]
+        parts = [self._stored.read(self.stored_name(target)) for target in _targets(self.family, name)]
         parts = [part.t().contiguous() if _is_transposed(self.family, name, part) else part for part in parts]
         if ".query_key_value." not in name:
             return parts[0]
@@ -120,51 +148,38 @@ class Pretrained:
             parts = list(parts[0].split([self.model.attention_size, key, key]))
         return _join_heads(self.model, parts)
 
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.read(name)) for name in self.names)
-
-    def __deepcopy__(self, memo: object) -> "Pretrained":
-        return self  # nothing in it changes
-
-    @cached_property
-    def _files(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if index.is_file():
-            return dict(json.loads(index.read_bytes())["weight_map"])
-        with self._open(SINGLE) as file:
-            return dict.fromkeys(file.keys(), SINGLE)
-
-    def _file_of(self, target: str) -> tuple[str, str]:
-        """Returns the stored name of a weight and its file; a base model's names lack the first part."""
-        for name in (target, target.partition(".")[2]):
-            if name in self._files:
-                return name, self._files[name]
-        raise RequestError(Problem(str(self.folder), "lacks a weight", target, "download the complete model"))
-
-    def _tensor(self, target: str) -> Tensor:
-        name, file = self._file_of(target)
-        with self._open(file) as opened:
-            return opened.get_tensor(name)
-
-    def _open(self, file: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            return safe_open(self.folder / file, framework="pt")
-        except (OSError, SafetensorError) as error:
-            todo = "download all of the model, with its weights as safetensors"
-            raise RequestError(Problem(str(self.folder / file), "cannot be read", str(error), todo)) from None
+    def _surroundings(self) -> tuple[str, str]:
+        """Returns what precedes the stored names, and what they lack at their beginning."""
+        (first,) = _targets(self.family, self.names[0])
+        base = f"{first.partition('.')[0]}."
+        for known, lacking in ((first, ""), (first.removeprefix(base), base)):
+            found = [name for name in self._stored.names if name == known or name.endswith(f".{known}")]
+            if len(found) > 1:
+                todo = "save one of the models alone"
+                raise RequestError(Problem(str(self.folder), "holds several models", ", ".join(sorted(found)), todo))
+            if found:
+                return found[0].removesuffix(known), lacking
+        return "", ""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads ``config.json`` of a transformers folder. Raises :class:`RequestError` if it cannot be read."""
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        todo = "name a folder that transformers' save_pretrained has written, with config.json and model.safetensors"
-        raise RequestError(Problem(str(folder / CONFIG), "cannot be read", got, todo)) from None
-    return config
+def checked_model(folder: Path, experiment: Experiment, tokens: int) -> Model:
+    """Returns an experiment's model with ``tokens`` in its vocabulary.
+
+    Raises :class:`RequestError` with every difference from ``config.json``.
+    """
+    fields = model_fields(read_config(folder), str(folder / CONFIG))
+    model = experiment.model.model_copy(update={"vocab_size": tokens})
+    theirs = Model.model_validate({"seq_length": model.seq_length, **fields})
+    if model.rotary_size and model.positions <= theirs.positions:
+        del fields["max_position_embeddings"]  # without a position table, shorter samples use the same model
+    pairs = ((name, _meaning(theirs, name), _meaning(model, name)) for name in fields)
+    if problems := [
+        Problem(f"model.{name}", f"the model in {folder} has {there}", str(here), f"set it to {as_yaml(there)}")
+        for name, there, here in pairs
+        if there != here
+    ]:
+        raise RequestError(problems)
+    return model
 
 
 _SIZES: Final = {

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
 from tridock.train.compiler import compiler_problems
-from tridock.train.huggingface.weights import Pretrained
+from tridock.train.huggingface.weights import Weights
 from tridock.train.megatron_core import user_buffers
 from tridock.train.megatron_core.attention import FusedAttention
 from tridock.train.megatron_core.names import parts_of
@@ -65,7 +65,7 @@ class GPT(GPTModel):
 
 
 def build_chunks(
-    experiment: Experiment, tokens: int, padded: int, device: torch.device, pretrained: Pretrained | None = None
+    experiment: Experiment, tokens: int, padded: int, device: torch.device, pretrained: Weights | None = None
 ) -> list[nn.Module]:
     """Returns this rank's model chunks, several with an interleaved schedule, each in megatron-core's DDP.
 
@@ -281,7 +281,7 @@ def initialize(model: nn.Module, experiment: Experiment) -> None:
         draw(sharded, scale, experiment.train.seed)
 
 
-def copy_weights(model: nn.Module, pretrained: Pretrained) -> None:
+def copy_weights(model: nn.Module, pretrained: Weights) -> None:
     """Copies this rank's part of each pretrained weight into the model; rows beyond the vocabulary become zeros."""
     parts = parts_of(pretrained.model, pretrained.names)
     for _, sharded in sharded_weights(model):

@@ -22,7 +22,7 @@ from tridock.train.checkpoints.files import MEGATRON
 from tridock.train.checkpoints.progress import Progress
 from tridock.train.checkpoints.snapshot import Write
 from tridock.train.data.dataset import load_splits
-from tridock.train.huggingface.weights import Pretrained
+from tridock.train.huggingface.weights import Weights
 from tridock.train.megatron_core import checkpoint, gradient_norm, multi_tensor
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
@@ -30,6 +30,7 @@ from tridock.train.megatron_core.model import DTYPES, build_chunks
 from tridock.train.megatron_core.samples import gpt_splits
 from tridock.train.models.gpt import Shape
 from tridock.train.parallel.strategies import Step, at
+from tridock.train.pretrained import pretrained_weights
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks, agree_on_errors
 from tridock.train.trainer import Parts, check_batch
@@ -45,7 +46,7 @@ class MegatronCore:
         padded: int,
         layout: Layout,
         ranks: Ranks,
-        pretrained: Pretrained | None = None,
+        pretrained: Weights | None = None,
     ) -> None:
         self.experiment, self.layout, self.device = experiment, layout, ranks.device
         multi_tensor.install()
@@ -269,9 +270,8 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
     with agree_on_errors(ranks):
         check_batch(experiment, layout.data_parallel_size)
         splits = gpt_splits(experiment, workspace, load_splits(experiment, workspace))
-        tokens, pretrained = splits["train"].vocab_size, None
-        if experiment.train.pretrained_folder is not None:
-            pretrained = Pretrained.of(workspace / experiment.train.pretrained_folder, experiment, tokens)
+        tokens = splits["train"].vocab_size
+        pretrained = pretrained_weights(experiment, workspace, tokens)
     # A checkpoint fits another tensor parallel size, whose padding is another: it goes by the one without.
     shape = Shape.of(experiment.model, tokens)
     padded = engine_of(experiment).padded_vocab_size(shape.padded_vocab_size, experiment)

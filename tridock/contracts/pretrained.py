@@ -1,0 +1,158 @@
+"""Folders of weights that a run can start from (``train.load: FORMAT:DIR``): which of their files hold the weights."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts.checkpoints import LATEST
+from tridock.contracts.run_folder import read_text
+from tridock.errors import Problem, RequestError
+
+HF: Final = "hf"
+"""A transformers model folder: ``config.json`` and safetensors."""
+DEEPSPEED: Final = "deepspeed"
+"""A checkpoint that DeepSpeed's ``save_checkpoint`` wrote, of a model with transformers' names."""
+FORMATS: Final = (HF, DEEPSPEED)
+CONFIG: Final = "config.json"
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+
+_MODEL_STATES: Final = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
+_OPTIM_STATES: Final = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
+_CONVERT: Final = "or convert it with DeepSpeed's zero_to_fp32.py and transformers, and use train.load: hf:DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The answer about a folder of weights: what is wrong with it, or the sizes of the model in it."""
+
+    problem: Problem | None = None
+    parameters: int | None = None
+    """The number of parameters, if it is known without the model's definition."""
+    fields: Mapping[str, int] = field(default_factory=dict)
+    """Fields of an experiment's model that the weights show."""
+    has_config: bool = False
+    """Whether there is a ``config.json``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The files that one model parallel rank's data parallel ranks wrote, in their order."""
+
+    models: tuple[Path, ...]
+    optimizers: tuple[Path, ...]
+    """Empty without ZeRO."""
+
+
+def deepspeed_folder(folder: Path) -> Path:
+    """Returns the checkpoint in ``folder``: the folder itself, or the one that its ``latest`` names.
+
+    Raises :class:`RequestError` if there is none.
+    """
+    if any(folder.glob("*_model_states.pt")):
+        return folder
+    todo = "name the folder that was given to save_checkpoint, or one checkpoint in it"
+    name = read_text(folder / LATEST).strip()
+    if not name:
+        got = f"neither {LATEST} nor *_model_states.pt"
+        raise RequestError(Problem(str(folder), "holds no checkpoint of DeepSpeed", got, todo))
+    if not any((folder / name).glob("*_model_states.pt")):
+        what = "names a checkpoint that is not there, or has no *_model_states.pt"
+        raise RequestError(Problem(str(folder / LATEST), what, name, todo))
+    return folder / name
+
+
+def deepspeed_files(folder: Path) -> dict[int, StateFiles]:
+    """Returns the files of a checkpoint by model parallel rank. Raises :class:`RequestError` if one is missing."""
+    models: dict[int, dict[int, Path]] = {}
+    optimizers: dict[int, dict[int, Path]] = {}
+    for kind, pattern in ((models, _MODEL_STATES), (optimizers, _OPTIM_STATES)):
+        for path in folder.iterdir():
+            if match := pattern.match(path.name):
+                kind.setdefault(int(match[2]), {})[int(match[1] or 0)] = path
+    for found in (*models.values(), *optimizers.values()):
+        _require_all(folder, found)
+    _require_all(folder, dict.fromkeys(models, folder / "mp_rank_00_model_states.pt"))
+    for rank, own in models.items():
+        many = len(optimizers.get(rank, {}))
+        if len(own) > 1 and len(own) != many:
+            what = "has another number of *_optim_states.pt than of *_model_states.pt"
+            raise RequestError(Problem(str(folder), what, f"{many} and {len(own)}", _COPY))
+    return {
+        rank: StateFiles(_in_order(own), _in_order(optimizers.get(rank, {}))) for rank, own in sorted(models.items())
+    }
+
+
+def _in_order(files: Mapping[int, Path]) -> tuple[Path, ...]:
+    return tuple(files[number] for number in sorted(files))
+
+
+_COPY: Final = "copy the files of all ranks into this one folder"
+
+
+def _require_all(folder: Path, found: Mapping[int, Path]) -> None:
+    missing = sorted({*range(max(found) + 1)} - {*found})
+    if missing:
+        example = next(iter(found.values())).name
+        what = f"lacks the files of ranks; there is {example}"
+        raise RequestError(Problem(str(folder), what, f"none of rank {', '.join(map(str, missing))}", _COPY))
+
+
+def one_model_rank(folder: Path) -> StateFiles:
+    """Returns the files of a checkpoint without model parallelism. Raises :class:`RequestError` for another one."""
+    odd = sorted(path.name for path in folder.glob("layer_*_states.pt"))
+    files = deepspeed_files(folder)
+    if odd or len(files) > 1:
+        got = odd[0] if odd else f"{len(files)} model parallel ranks"
+        what = "is of a pipeline, of model parallel ranks, or of a mixture of experts, which deepspeed: does not read"
+        raise RequestError(Problem(str(folder), what, got, f"use the model's own tools, {_CONVERT}"))
+    return files[0]
+
+
+def config_folder(folder: Path, checkpoint: Path) -> Path | None:
+    """Returns which of ``folder``, the ``checkpoint`` in it and the folder around that has a ``config.json``."""
+    places = (folder, checkpoint, checkpoint.parent)
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def stored_sizes(shapes: Mapping[str, Sequence[int]], *, has_config: bool = False) -> StoredWeights:
+    """Returns what the shapes of weights with transformers' names show, each weight once."""
+    fields: dict[str, int] = {}
+    layers = [int(found[1]) for name in shapes if (found := _LAYER.search(name))]
+    if layers:
+        fields["num_layers"] = 1 + max(layers)
+    for name, shape in shapes.items():
+        for ending, (dimension, field_) in _SIZES.items():
+            if name.endswith(ending) and len(shape) == 2:
+                fields[field_] = shape[dimension]
+                if field_ == "vocab_size":
+                    fields["hidden_size"] = shape[1]
+    return StoredWeights(None, sum(math.prod(shape) for shape in shapes.values()), fields, has_config)
+
+
+_LAYER: Final = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
+_SIZES: Final = {
+    "wte.weight": (0, "vocab_size"),
+    "embed_tokens.weight": (0, "vocab_size"),
+    "wpe.weight": (0, "max_position_embeddings"),
+    "mlp.c_fc.weight": (1, "ffn_hidden_size"),
+    "mlp.gate_proj.weight": (0, "ffn_hidden_size"),
+}
+"""By the endings of names, which dimension is the size of which field."""
+
+
+def safetensors_problem(folder: Path, index: object) -> Problem | None:
+    """Returns what a transformers folder lacks; ``index`` is the content of its index of several files, if any."""
+    todo = "name a folder that transformers' save_pretrained has written, with config.json and model.safetensors"
+    if not (folder / CONFIG).is_file():
+        return Problem(str(folder), f"holds no {CONFIG}", "", todo)
+    files: Iterable[str] = (SINGLE,)
+    if isinstance(index, Mapping) and isinstance(index.get("weight_map"), Mapping):
+        files = sorted({*map(str, index["weight_map"].values())})
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        return Problem(str(folder), "lacks files of weights", ", ".join(missing), "download all of the model")
+    return None

@@ -1,0 +1,77 @@
+"""What a node says of a folder of weights to start from (``train.load: FORMAT:DIR``), without torch."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tridock.contracts.pretrained import (
+    DEEPSPEED,
+    HF,
+    INDEX,
+    StoredWeights,
+    config_folder,
+    deepspeed_folder,
+    one_model_rank,
+    safetensors_problem,
+    stored_sizes,
+)
+from tridock.errors import Problem, RequestError
+from tridock.node.probes.torch_files import Shape, is_whole, read_shapes
+
+
+def stored_weights(kind: str, folder: Path) -> StoredWeights:
+    """Returns what is wrong with a folder of weights, or the sizes of the model in it."""
+    try:
+        return _READ[kind](folder)
+    except RequestError as error:
+        return StoredWeights(error.problems[0])
+    except OSError as error:
+        return StoredWeights(Problem(str(folder), "cannot be read", error.strerror or str(error), "check its files"))
+
+
+def _safetensors(folder: Path) -> StoredWeights:
+    try:
+        index = json.loads((folder / INDEX).read_bytes())
+    except (OSError, ValueError):
+        index = None
+    return StoredWeights(safetensors_problem(folder, index), has_config=True)
+
+
+def _deepspeed(folder: Path) -> StoredWeights:
+    checkpoint = deepspeed_folder(folder)
+    files = one_model_rank(checkpoint)
+    require_whole((*files.models, *files.optimizers))
+    state = read_shapes(files.models[0])
+    has_config = config_folder(folder, checkpoint) is not None
+    shapes: dict[str, Shape] = {}
+    for group in (*(state.get("param_shapes") or ()), state.get("frozen_param_shapes") or {}):
+        shapes |= group
+    if not shapes:  # without ZeRO: tied weights cannot be told apart from others
+        module, buffers = state.get("module") or {}, state.get("buffer_names") or ()
+        shapes = {name: found for name, found in module.items() if isinstance(found, Shape) and name not in buffers}
+        sizes = stored_sizes(shapes, has_config=has_config)
+        return StoredWeights(None, None, sizes.fields, has_config)
+    if files.optimizers:
+        _require_ranks(checkpoint, read_shapes(files.optimizers[0]), len(files.optimizers))
+    return stored_sizes(shapes, has_config=has_config)
+
+
+def require_whole(files: Iterable[Path]) -> None:
+    """Raises :class:`RequestError` if a file is cut short."""
+    for file in files:
+        if not is_whole(file):
+            got = f"{file.stat().st_size:,} bytes"
+            raise RequestError(Problem(str(file), "is cut short", got, "copy it again"))
+
+
+def _require_ranks(folder: Path, state: Any, found: int) -> None:
+    count = state["optimizer_state_dict"].get("partition_count") if isinstance(state, Mapping) else None
+    ranks = max(count) if isinstance(count, list) and count else count
+    if isinstance(ranks, int) and ranks != found:
+        todo = "copy the files of all ranks into this one folder"
+        what = f"was written by {ranks} ranks and lacks files of some"
+        raise RequestError(Problem(str(folder), what, f"{found} *_optim_states.pt", todo))
+
+
+_READ: Final[Mapping[str, Callable[[Path], StoredWeights]]] = {HF: _safetensors, DEEPSPEED: _deepspeed}

@@ -1,0 +1,131 @@
+"""The weights in a checkpoint of DeepSpeed, whoever wrote it, by DeepSpeed's own ``zero_to_fp32``.
+
+Its functions find each weight; they hold no copy of all weights, because files are memory-mapped and ZeRO 1 and 2's
+flat vectors are joined on the meta device, only to learn the places of weights.
+"""
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tridock.contracts.pretrained import StateFiles
+from tridock.errors import Problem, RequestError
+from tridock.train.checkpoints.pickles import refusing_foreign, safe_torch_load
+from tridock.train.checkpoints.write_errors import replaced
+from tridock.train.checkpoints.zero_reshard import gather_slice
+
+TODO: Final = "convert the checkpoint where you trust it (zero_to_fp32.py), or copy it again"
+
+
+class DeepSpeedWeights:
+    """Whole weights by their names in the model that DeepSpeed trained: ZeRO's fp32 weights where it has them,
+    otherwise the model's own.
+
+    Raises :class:`RequestError` if a file is damaged, or holds an object that is neither a tensor nor a plain value.
+    """
+
+    def __init__(self, folder: Path, files: StateFiles, classes: Sequence[Any] = ()) -> None:
+        """``classes`` are further classes in the files that are safe to load."""
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._reads: dict[str, Callable[[], Tensor]] = {}
+        with refusing_foreign(TODO), safe_torch_load(classes, mmap=True), _understood(folder):
+            state = torch.load(files.models[0], map_location="cpu", weights_only=True)
+            if len(files.models) == 1:  # ZeRO 3 has no whole weights there
+                self._add_module(state["module"], state.get("buffer_names") or ())
+            if files.optimizers and state.get("param_shapes") is not None:
+                self._add_zero(files)
+            elif len(files.models) > 1:
+                raise KeyError("param_shapes")
+        shared = {**self._same_tensors(), **(state.get("shared_params") or {})}
+        self.aliases: Mapping[str, str] = {name: source for name, source in shared.items() if source in self.shapes}
+        """Names of weights that are another weight, with that one's name."""
+        for name, source in self.aliases.items():
+            self._add(name, self.shapes[source], self._reads[source])
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.shapes.keys()
+
+    @property
+    def sources(self) -> list[str]:
+        """The names without aliases."""
+        return [name for name in self.shapes if name not in self.aliases]
+
+    def read(self, name: str) -> Tensor:
+        return self._reads[name]()
+
+    def _add(self, name: str, shape: Sequence[int], read: Callable[[], Tensor]) -> None:
+        self.shapes[name], self._reads[name] = tuple(shape), read
+
+    def _add_module(self, module: Mapping[str, Any], buffers: Collection[str]) -> None:
+        for name, tensor in module.items():
+            if isinstance(tensor, Tensor) and name not in buffers:
+                self._add(name, tensor.shape, partial(_given, tensor))
+
+    def _add_zero(self, files: StateFiles) -> None:
+        from deepspeed.utils import zero_to_fp32
+
+        quiet = [replaced(zero_to_fp32, "tqdm", lambda items, **_: items), contextlib.redirect_stdout(io.StringIO())]
+        with contextlib.ExitStack() as changes:
+            for change in quiet:
+                changes.enter_context(change)
+            models = zero_to_fp32.parse_model_states(files.models)
+            stage, ranks, flats, paddings = zero_to_fp32.parse_optim_states(files.optimizers, str(self.folder))
+            found: dict[str, Any] = {}
+            if stage <= 2:
+                places = [[flat.to("meta") for flat in rank] for rank in flats]
+                zero_to_fp32._zero2_merge_trainable_params(found, ranks, places, models, paddings)
+                groups = [(name, number) for number, group in enumerate(models[0].param_shapes) for name in group]
+                for name, number in groups:
+                    place, parts = found[name], [rank[number] for rank in flats]
+                    self._add(name, place.shape, partial(_slice, parts, place.storage_offset(), place.shape))
+            else:
+                zero_to_fp32._zero3_merge_trainable_params(found, ranks, flats, models)
+                for name, gathered in found.items():
+                    self._add(name, gathered.shape, gathered.contiguous)
+            for name, shape in (models[0].frozen_param_shapes or {}).items():
+                fragments = [model.frozen_param_fragments[name] for model in models]
+                self._add(name, shape, partial(_joined, fragments, shape))
+
+    def _same_tensors(self) -> dict[str, str]:
+        """Names of the model's own weights that share a tensor with an earlier one."""
+        first: dict[int, str] = {}
+        found = {}
+        for name, read in self._reads.items():
+            if isinstance(read, partial) and read.func is _given:
+                place = read.args[0].data_ptr()
+                found.update({name: first[place]} if place in first else {})
+                first.setdefault(place, name)
+        return found
+
+
+def _given(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _slice(parts: Sequence[Tensor], first: int, shape: Sequence[int]) -> Tensor:
+    return gather_slice(parts, first, math.prod(shape)).view(*shape)
+
+
+def _joined(fragments: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    return torch.cat([fragment.flatten() for fragment in fragments])[: math.prod(shape)].view(*shape)
+
+
+@contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    """Turns what DeepSpeed's functions raise about a checkpoint's content into a :class:`RequestError`."""
+    try:
+        yield
+    except (ValueError, KeyError, NotImplementedError, AttributeError) as error:
+        got = f"no {error}" if isinstance(error, KeyError) else str(error)
+        todo = "copy the files of all ranks; convert another format with the tools of the program that wrote it"
+        raise RequestError(Problem(str(folder), "is no checkpoint that zero_to_fp32 reads", got, todo)) from None

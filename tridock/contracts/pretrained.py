@@ -46,6 +46,11 @@ class StateFiles:
     optimizers: tuple[Path, ...]
     """Empty without ZeRO."""
 
+    @property
+    def has_module(self) -> bool:
+        """Whether the model's own weights are whole, which ZeRO 3 partitions."""
+        return len(self.models) == 1 and not self.models[0].name.startswith("zero_")
+
 
 def deepspeed_folder(folder: Path) -> Path:
     """Returns the checkpoint in ``folder``: the folder itself, or the one that its ``latest`` names.
@@ -96,7 +101,7 @@ _COPY: Final = "copy the files of all ranks into this one folder"
 def _require_all(folder: Path, found: Mapping[int, Path]) -> None:
     missing = sorted({*range(max(found) + 1)} - {*found})
     if missing:
-        example = next(iter(found.values())).name
+        example = found[min(found)].name
         what = f"lacks the files of ranks; there is {example}"
         raise RequestError(Problem(str(folder), what, f"none of rank {', '.join(map(str, missing))}", _COPY))
 

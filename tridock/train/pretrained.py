@@ -1,6 +1,7 @@
 """Opens the weights that a run starts from (``train.load: FORMAT:DIR``) and checks that they fit its model."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -41,7 +42,7 @@ def _of_deepspeed(folder: Path, experiment: Experiment, tokens: int) -> Pretrain
     if config is not None:
         model = checked_model(config, experiment, tokens)
     stored = DeepSpeedWeights(checkpoint, one_model_rank(checkpoint))
-    sizes = stored_sizes({name: stored.shapes[name] for name in stored.sources}, has_config=config is not None)
+    sizes = replace(stored_sizes(stored.shapes), parameters=None)  # every weight is compared below
     if problems := list(weights_problems(experiment, sizes, tokens)):
         raise RequestError(problems)
     found = Pretrained(stored, model)

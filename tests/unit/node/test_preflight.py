@@ -27,6 +27,7 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
         },
         "read": {},
         "loads": True,
+        "weights": None,
         "has_tokenizer": True,
         "missing_packages": [],
         "multicast": None,
@@ -113,3 +114,10 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pyt
     host.unlink()
     limit.unlink()
     assert limits_and_space.memory() is None
+
+
+def test_a_folder_of_weights(tmp_path: Path) -> None:
+    """What is in it: tests/unit/train/test_pretrained.py, which has torch to write it."""
+    assert answer("preflight", f"--weights=deepspeed:{tmp_path}/none")["weights"] is None
+    problem = answer("preflight", f"--weights=deepspeed:{tmp_path}")["weights"]["problem"]
+    assert (problem["where"], problem["what"]) == (str(tmp_path), "holds no checkpoint of DeepSpeed")

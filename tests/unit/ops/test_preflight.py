@@ -11,6 +11,7 @@ import pytest
 
 from tests.experiments import make_plan, with_fields
 from tridock.contracts.node_answers import Fingerprint, NvmeFolder, PreflightAnswer
+from tridock.contracts.pretrained import StoredWeights
 from tridock.contracts.supervision import contract
 from tridock.errors import Problem, TridockError
 from tridock.experiment import Experiment, fields_digest
@@ -96,6 +97,48 @@ def test_prompts_without_the_tokenizer_of_the_data() -> None:
         "t.yaml: train.sample_prompts: needs the tokenizer of the data; got no data/tokenizer.json and no "
         "data/tokenizer/tokenizer.json on the first node; copy it there, or leave the prompts out"
     )
+
+
+def test_weights_to_start_from_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {
+        "name": "t",
+        "model": {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8},
+        "batch": {"micro_batch_size": 1},
+        "data": {"data_path": "data/t_document"},
+        "train": {"train_iters": 1, "load": "deepspeed:ck"},
+    }
+    experiment = Experiment.model_validate(fields)
+    argv = preflight_argv(experiment, head=True)
+    assert {"--load=ck", "--weights=deepspeed:ck"} <= {*argv}
+    assert not [word for word in preflight_argv(experiment, head=False) if "deepspeed:" in word]
+
+    def found(**stored: Any) -> list[str]:
+        answer = PreflightAnswer({}, {"data/t_document.json": {"vocab_size": 16}}, weights=StoredWeights(**stored))
+        plan = make_plan(experiment, {"a": [0]}, "t.yaml")
+        return [str(problem) for problem in mismatches(Path("t.yaml"), experiment, plan, answer)]
+
+    missing = Problem("ck/latest", "names a checkpoint that is not there", "global_step9", "name another")
+    assert found(problem=missing) == [
+        "t.yaml: train.load: ck/latest names a checkpoint that is not there; got global_step9; name another"
+    ]
+    assert capsys.readouterr().err == ""
+    sizes = {"num_layers": 2, "vocab_size": 17, "max_position_embeddings": 8, "ffn_hidden_size": 64}
+    assert found(fields=sizes, parameters=9) == [
+        "t.yaml: model.num_layers: the weights of train.load have 2; got 3; set it to 2",
+        "t.yaml: model.vocab_size: the weights of train.load have 17; got 16; set it to 17",
+        "t.yaml: model.ffn_hidden_size: the weights of train.load have 64; got 32; set it to 64",
+    ]
+    assert capsys.readouterr().err == (
+        "warning: t.yaml: train.load: has no config.json: fields that no weight shows (heads, norm_epsilon,"
+        " rotary_base) are not checked; got deepspeed:ck; copy the model's config.json into it\n"
+    )
+    right = {"num_layers": 3, "vocab_size": 16}
+    assert found(fields=right, parameters=2824, has_config=True) == []
+    assert found(fields=right, parameters=9, has_config=True) == [
+        "t.yaml: model: the weights of train.load have 9 parameters, the experiment's model another number; got 2,824;"
+        " change its fields until the plan shows as many"
+    ]
+    assert capsys.readouterr().err == ""
 
 
 def test_layers_of_a_package_that_a_nodes_image_lacks() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,17 +45,23 @@ def _deepspeed(folder: Path) -> StoredWeights:
     require_whole((*files.models, *files.optimizers))
     state = read_shapes(files.models[0])
     has_config = config_folder(folder, checkpoint) is not None
-    shapes: dict[str, Shape] = {}
-    for group in (*(state.get("param_shapes") or ()), state.get("frozen_param_shapes") or {}):
-        shapes |= group
-    if not shapes:  # without ZeRO: tied weights cannot be told apart from others
-        module, buffers = state.get("module") or {}, state.get("buffer_names") or ()
-        shapes = {name: found for name, found in module.items() if isinstance(found, Shape) and name not in buffers}
-        sizes = stored_sizes(shapes, has_config=has_config)
-        return StoredWeights(None, None, sizes.fields, has_config)
     if files.optimizers:
         _require_ranks(checkpoint, read_shapes(files.optimizers[0]), len(files.optimizers))
-    return stored_sizes(shapes, has_config=has_config)
+    sizes = stored_sizes(_shapes(state, has_module=files.has_module), has_config=has_config)
+    # Without ZeRO, nothing tells tied weights from others.
+    return sizes if state.get("param_shapes") else replace(sizes, parameters=None)
+
+
+def _shapes(state: Mapping[str, Any], *, has_module: bool) -> dict[str, Shape]:
+    """Returns the shapes of a model's weights, those that were frozen too."""
+    shapes: dict[str, Shape] = {}
+    others = {*(state.get("buffer_names") or ()), *(state.get("shared_params") or ())}
+    if has_module:
+        module = (state.get("module") or {}).items()
+        shapes |= {name: found for name, found in module if isinstance(found, Shape) and name not in others}
+    for group in (*(state.get("param_shapes") or ()), state.get("frozen_param_shapes") or {}):
+        shapes |= group
+    return shapes
 
 
 def require_whole(files: Iterable[Path]) -> None:

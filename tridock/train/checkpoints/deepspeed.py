@@ -39,11 +39,11 @@ class DeepSpeedWeights:
         self._reads: dict[str, Callable[[], Tensor]] = {}
         with refusing_foreign(TODO), safe_torch_load(classes, mmap=True), _understood(folder):
             state = torch.load(files.models[0], map_location="cpu", weights_only=True)
-            if len(files.models) == 1:  # ZeRO 3 has no whole weights there
+            if files.has_module:
                 self._add_module(state["module"], state.get("buffer_names") or ())
             if files.optimizers and state.get("param_shapes") is not None:
                 self._add_zero(files)
-            elif len(files.models) > 1:
+            elif not files.has_module:
                 raise KeyError("param_shapes")
         shared = {**self._same_tensors(), **(state.get("shared_params") or {})}
         self.aliases: Mapping[str, str] = {name: source for name, source in shared.items() if source in self.shapes}
@@ -54,11 +54,6 @@ class DeepSpeedWeights:
     @property
     def names(self) -> Collection[str]:
         return self.shapes.keys()
-
-    @property
-    def sources(self) -> list[str]:
-        """The names without aliases."""
-        return [name for name in self.shapes if name not in self.aliases]
 
     def read(self, name: str) -> Tensor:
         return self._reads[name]()

@@ -42,7 +42,7 @@ def safe_torch_load(more: Sequence[Any] = (), mmap: bool = False) -> Iterator[No
         yield
 
 
-_FOREIGN: Final = re.compile(r"Unsupported (?:global: GLOBAL|operand|class) (\S+)")
+_FOREIGN: Final = re.compile(r"GLOBAL (\S+)|Unsupported (?:class|operand) (\S+)")
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def refusing_foreign(todo: str) -> Iterator[None]:
         except pickle.UnpicklingError as error:
             found = _FOREIGN.search(str(error))
             what = "holds an object that is not loaded, because a pickle can run any code"
-            got = found[1] if found else str(error).strip().splitlines()[0]
+            got = found[1] or found[2] if found else str(error).strip().splitlines()[0]
         except (OSError, RuntimeError, EOFError, ValueError) as error:
             what, got = "cannot be read", str(error).strip().splitlines()[0]
         raise RequestError(Problem(str(file), what, got, todo))

@@ -70,7 +70,7 @@ def test_one_folder_for_all_starts(workspace: Path) -> None:
         (workspace / f"saved/iter_000000{name}" / "ddp.pt").write_bytes(b"damaged")
     damaged = run(make_run(workspace, "third-start", 1, **both, **{"train.train_iters": 6}), 1)
     assert damaged.codes == [2]
-    assert f"train.load: no whole checkpoint lies at {workspace}/saved" in damaged.out[0]
+    assert f"train.load: no complete checkpoint is in {workspace}/saved" in damaged.out[0]
 
 
 class Evil:

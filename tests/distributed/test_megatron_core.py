@@ -373,6 +373,6 @@ def test_a_missing_checkpoint_is_no_fresh_start(workspace: Path) -> None:
     finished = start(folder, 1)
     assert finished.codes == [2]
     assert finished.out[0].splitlines()[-1] == (
-        f"train.load: no checkpoint lies at {workspace}/runs/none/checkpoints; got no such folder; "
+        f"train.load: there is no checkpoint in {workspace}/runs/none/checkpoints; got no such folder; "
         "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
     )

@@ -204,7 +204,7 @@ def test_an_uneven_batch_and_no_checkpoint(workspace: Path) -> None:
     )
     refused(make_run(workspace, "uneven", 2, **{"batch.global_batch_size": 6}), 2, message)
     message = (
-        f"train.load: no checkpoint lies at {workspace}/runs/none; got no such folder; "
+        f"train.load: there is no checkpoint in {workspace}/runs/none; got no such folder; "
         "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
     )
     refused(make_run(workspace, "unloaded", 2, **{"train.load": "runs/none"}), 2, message)
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_does_not_fit(workspace: Path) -> None:
     lost = saved / "checkpoints/iter_0000002/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     lost.unlink()
     message = (
-        f"train.load: no whole checkpoint lies at {saved}/checkpoints; "
+        f"train.load: no complete checkpoint is in {saved}/checkpoints; "
         "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it\n"
         f"rank 1: {lost}: is missing; restore it, or continue from another checkpoint"
     )
@@ -399,6 +399,6 @@ def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path, la
     assert 4 in finished.codes
     text = "".join(finished.out)
     assert f"{folder}/checkpoints/iter_0000002: the checkpoint could not be written; got " in text
-    assert "free space there or fix its permissions; continue from the last whole checkpoint with train.load" in text
+    assert "free space there or fix its permissions; resume the last complete one with train.load" in text
     assert "Traceback" not in text
     assert list((folder / "checkpoints").glob("[!z]*")) == []  # DeepSpeed puts its zero_to_fp32.py there

@@ -73,7 +73,7 @@ def test_a_failed_run_names_the_rank_that_failed(tmp_path: Path) -> None:
     assert done.returncode == 2
     last = next(line for line in done.stderr.splitlines() if ": the run failed; got " in line)
     assert last.startswith(
-        f"{run.name}: the run failed; got exit code 2, every rank: train.load: no checkpoint lies at "
+        f"{run.name}: the run failed; got exit code 2, every rank: train.load: there is no checkpoint in "
     )
     assert last.endswith(f"; look at {run}/logs/rank-0.log")
 

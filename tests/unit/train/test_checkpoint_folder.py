@@ -43,7 +43,7 @@ def test_half_a_checkpoint(tmp_path: Path, content: str | None, got: str) -> Non
     with pytest.raises(RequestError) as caught:
         read_progress(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}/tridock.json: cannot be read; got {got}; use another checkpoint: this one is not whole"
+        f"{tmp_path}/tridock.json: cannot be read; got {got}; use another checkpoint: this one is incomplete"
     )
 
 
@@ -260,7 +260,7 @@ def test_none_is_whole(tmp_path: Path, ranks: Ranks) -> None:
         assert caught.value.error.exit_code == 2
         parent = source if source == tmp_path else source.parent
         assert str(caught.value).splitlines() == [
-            f"train.load: no whole checkpoint lies at {source}; {todo}",
+            f"train.load: no complete checkpoint is in {source}; {todo}",
             *(f"{parent}/{name}/model.pt: is missing; {TODO}" for name in names),
         ]
 
@@ -271,7 +271,7 @@ def test_no_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     for source, got in ((tmp_path / "none", "no such folder"), (tmp_path, "no checkpoint's folder in it")):
         with pytest.raises(AgreedError) as caught:
             choose(checkpoints, source)
-        assert str(caught.value) == f"train.load: no checkpoint lies at {source}; got {got}; {todo}"
+        assert str(caught.value) == f"train.load: there is no checkpoint in {source}; got {got}; {todo}"
 
 
 def test_the_newest_stay(tmp_path: Path, ranks: Ranks) -> None:
@@ -340,7 +340,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, ranks: Ranks, error
     assert caught.value.error.exit_code == 4
     assert str(caught.value) == (
         f"{tmp_path}/iter_0000002: the checkpoint could not be written; got {got}; "
-        "free space there or fix its permissions; continue from the last whole checkpoint with train.load"
+        "free space there or fix its permissions; resume the last complete one with train.load"
     )
     assert listing(tmp_path) == ["iter_0000001", "latest"]
     assert choose(checkpoints, tmp_path) == ("iter_0000001", {})

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tridock.errors import Problem, RequestError, RunError
+from tridock.node.probes.ports import free_port
 from tridock.train.rank import process_group
 from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, join, mean_over_ranks
 
@@ -66,7 +67,7 @@ def test_ranks_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DEEPSPEED_TIMEOUT": "0.02"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(process_group._free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(RunError) as caught:
         join()
     assert str(caught.value) == (

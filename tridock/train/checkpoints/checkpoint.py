@@ -158,7 +158,7 @@ class Checkpoints:
                 if (got := write_failure(error)) is None:
                     raise
                 todo = (
-                    "free space there or fix its permissions; continue from the last whole checkpoint with train.load"
+                    "free space there or fix its permissions; resume the last complete one with train.load"
                 )
                 raise RunError(Problem(str(final), "the checkpoint could not be written", got, todo)) from error
 

@@ -34,7 +34,7 @@ def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, rejected: R
                 rejected(other, reasons)
             return folder
         tried[folder] = problems
-    what = f"no whole checkpoint lies at {source}" if tried else f"no checkpoint lies at {source}"
+    what = f"no complete checkpoint is in {source}" if tried else f"there is no checkpoint in {source}"
     todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
     got = "" if tried else "no such folder" if not source.is_dir() else "no checkpoint's folder in it"
     reasons = tuple(itertools.chain.from_iterable(tried.values()))

@@ -87,7 +87,7 @@ def read_progress(folder: Path) -> Progress:
         return Progress(**json.loads((folder / PROGRESS).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        todo = "use another checkpoint: this one is not whole"
+        todo = "use another checkpoint: this one is incomplete"
         raise RequestError(Problem(str(folder / PROGRESS), "cannot be read", got, todo)) from None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -68,7 +67,7 @@ def join() -> Ranks:
     environment.setdefault("WORLD_SIZE", "1")
     environment.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in environment:
-        environment["MASTER_PORT"] = str(_free_port() if environment["WORLD_SIZE"] == "1" else 29500)
+        environment["MASTER_PORT"] = "0" if environment["WORLD_SIZE"] == "1" else "29500"  # 0: any free port
     rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
     device = choose_device(local_rank)
     timeout = timedelta(minutes=float(environment.get(TIMEOUT_VARIABLE) or _DEFAULT_TIMEOUT_MINUTES))
@@ -258,10 +257,3 @@ def leave() -> None:
     if dist.is_available() and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

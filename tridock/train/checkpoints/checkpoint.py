@@ -157,9 +157,7 @@ class Checkpoints:
             except Exception as error:
                 if (got := write_failure(error)) is None:
                     raise
-                todo = (
-                    "free space there or fix its permissions; resume the last complete one with train.load"
-                )
+                todo = "free space there or fix its permissions; resume the last complete one with train.load"
                 raise RunError(Problem(str(final), "the checkpoint could not be written", got, todo)) from error
 
     def _entries(

@@ -109,6 +109,12 @@ class Model(Section):
         default=False, description="Normalize the queries and keys of each head, as Qwen 3 does."
     )
     swiglu: bool = Field(default=False, description="SwiGLU in the MLP instead of GELU.")
+    activation_func: Literal["gelu", "gelu_tanh"] | None = Field(
+        default=None,
+        description="Without swiglu, the GELU of the MLP: gelu (exact, with erf) or gelu_tanh (GPT-2's approximation)."
+        " Default: gelu_tanh; with engine megatron-core, gelu on CPUs. Engine megatron-deepspeed has gelu, or gelu_tanh"
+        " with --bias-gelu-fusion or --openai-gelu in megatron_args.",
+    )
     add_bias_linear: bool = Field(default=True, description="Linear layers have biases.")
     add_qkv_bias: bool = Field(
         default=False, description="Queries, keys and values have biases, even if add_bias_linear is false."
@@ -231,6 +237,11 @@ class Model(Section):
     def positions(self) -> int:
         """Maximum number of tokens in a sample."""
         return self.max_position_embeddings or self.seq_length
+
+    @property
+    def gelu(self) -> str:
+        """``activation_func``, or what a model of transformers' GPT-2 has without it."""
+        return self.activation_func or "gelu_tanh"
 
     @property
     def has_qkv_bias(self) -> bool:

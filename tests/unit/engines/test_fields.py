@@ -70,6 +70,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.norm_epsilon": (1e-6, {}),
     "model.qk_layernorm": (True, {}),
     "model.swiglu": (True, {}),
+    "model.activation_func": ("gelu", {}),
     "model.add_bias_linear": (False, {}),
     "model.add_qkv_bias": (True, {"model.add_bias_linear": False}),
     "model.untie_embeddings_and_output_weights": (True, {}),

@@ -38,6 +38,7 @@ LLAMA = {
 UNTIED = {"untie_embeddings_and_output_weights": True}
 KINDS = {
     "gpt2": GPT2,
+    "gpt2-exact-gelu": {**GPT2, "activation_func": "gelu"},
     "llama": {**LLAMA, "use_rope_scaling": True, "rope_scaling_factor": 32.0},
     "llama-untied": {**LLAMA, **UNTIED, "kv_channels": 16},
     "qwen2": {**LLAMA, "add_qkv_bias": True},

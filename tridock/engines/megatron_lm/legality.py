@@ -33,6 +33,7 @@ FIELDS: Final[Fields] = {
             "normalization": "norms are LayerNorm",
             "qk_layernorm": "no norms of queries and keys",
             "swiglu": "the MLP has GELU",
+            "activation_func": "megatron_args choose GELU (--bias-gelu-fusion: gelu_tanh)",
             "add_bias_linear": "linear layers have biases",
             "add_qkv_bias": "linear layers have biases",
             "untie_embeddings_and_output_weights": "the output layer is the token embedding",

@@ -69,7 +69,7 @@ def export(
         partial.mkdir(parents=True)
         with bars(quiet=quiet) as begin:
             names, size, kind = _write_weights(saved, partial, dtype, begin)
-        _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end, saved.gelu))
+        _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end))
         for file in partial.glob("*.safetensors"):
             shutil.copymode(partial / CONFIG, file)  # the library writes files that only their owner may read
         copied = _copy_tokenizer(tokenizer, partial)

@@ -153,9 +153,8 @@ def _odd_fields(model: Model, family: Family) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in odd.items()]
 
 
-def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None, gelu: str = "gelu_new") -> dict[str, Any]:
-    """Returns the ``config.json`` of a model with ``tokens`` in its vocabulary; ``gelu`` is transformers' name for the
-    GELU of GPT-2's family."""
+def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+    """Returns the ``config.json`` of a model with ``tokens`` in its vocabulary."""
     family = family_of(model)
     common = {
         "architectures": [family.architecture],
@@ -176,7 +175,7 @@ def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None, ge
             "n_inner": model.ffn_size,
             "n_positions": model.positions,
             "layer_norm_epsilon": model.norm_epsilon,
-            "activation_function": gelu,
+            "activation_function": "gelu" if model.gelu == "gelu" else "gelu_new",
             "resid_pdrop": model.hidden_dropout,
             "embd_pdrop": model.hidden_dropout,
             "attn_pdrop": model.attention_dropout,
@@ -260,8 +259,12 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
             "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
             "max_position_embeddings": config["n_positions"],
             "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+            "activation_func": "gelu" if config.get("activation_function") == "gelu" else "gelu_tanh",
         }
-        odd = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_by_inverse_layer_idx": (False,)}
+        odd = {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        }
     else:
         heads = config["num_attention_heads"]
         rope = config.get("rope_parameters") or {}

@@ -14,7 +14,7 @@ from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.errors import Problem, RequestError, exit_code_of
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import names_of
-from tridock.train.models.gpt import GPT, Layer, Shape
+from tridock.train.models.gpt import GPT, Shape
 from tridock.train.models.layered import fill
 from tridock.train.sampling import choose
 
@@ -55,9 +55,6 @@ def built(saved: Saved, device: torch.device) -> GPT:
     """Returns the model with its weights: fp32 on a CPU, bf16 on a GPU."""
     with torch.device("meta"):
         model = GPT(Shape.of(saved.model, saved.tokens))
-    for layer in model.modules():
-        if isinstance(layer, Layer):
-            layer.gelu = "none" if saved.gelu == "gelu" else "tanh"
     model.given_weights = lambda: ((name, saved.read(name)) for name in names_of(saved.model))
     model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
     fill([model], model)

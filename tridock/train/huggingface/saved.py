@@ -38,8 +38,6 @@ class Saved:
     tokenizer: Path | None
     """Folder of its tokenizer, if known."""
     description: str
-    gelu: str = "gelu_new"
-    """transformers' name for the GELU that it was trained with; ``gelu_new`` is the tanh approximation."""
     temporary: tempfile.TemporaryDirectory[str] | None = None
     """Folder of the tokenizer, if its files had to be written."""
 
@@ -69,8 +67,10 @@ class Saved:
             todo = "name a run that trains a language model"
             raise RequestError(Problem(str(checkpoint), "cannot be exported", experiment.engine, todo))
         description = f"{checkpoint}, {model.num_layers} layers"
-        gelu = "gelu_new" if vocabulary is None or _TANH.intersection(experiment.megatron_args) else "gelu"
-        found = cls(model, tokens, weights_in(checkpoint, model), tokenizer, description, gelu)
+        if vocabulary is not None:
+            gelu = "gelu_tanh" if _TANH.intersection(experiment.megatron_args) else "gelu"
+            model = model.model_copy(update={"activation_func": gelu})
+        found = cls(model, tokens, weights_in(checkpoint, model), tokenizer, description)
         if tokenizer is not None or vocabulary is None:
             return found
         place = tempfile.TemporaryDirectory(prefix="tridock-tokenizer-")

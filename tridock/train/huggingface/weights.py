@@ -188,6 +188,7 @@ _SIZES: Final = {
     "ffn_hidden_size": "ffn_size",
     "moe_ffn_hidden_size": "expert_size",
     "max_position_embeddings": "positions",
+    "activation_func": "gelu",
 }
 
 

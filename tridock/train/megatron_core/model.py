@@ -3,7 +3,7 @@
 import hashlib
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tridock.errors import Problem, RequestError
+from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
 from tridock.train.compiler import compiler_problems
 from tridock.train.huggingface.weights import Weights
@@ -122,7 +123,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         num_query_groups=model.query_groups,
         ffn_hidden_size=model.ffn_size,
         gated_linear_unit=model.swiglu,
-        activation_func=F.silu if model.swiglu else F.gelu,
+        activation_func=_activation(model, is_fused=can_fuse(device.type)),
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
@@ -159,7 +160,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         masked_softmax_fusion=False,  # its kernels are not part of the package
         # apex's kernel, which the output layer needs also with transformer-engine's layers
         gradient_accumulation_fusion=tensor_parallel_layers._grad_accum_fusion_available,
-        bias_activation_fusion=fused and (model.swiglu or model.add_bias_linear),
+        bias_activation_fusion=fused and _fuses_activation(model),
         apply_rope_fusion=False,  # transformer-engine's
         bias_dropout_fusion=fused,
         finalize_model_grads_func=finalize_model_grads,
@@ -167,6 +168,22 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         fp8=model.fp8,
         fp8_recipe="tensorwise",  # delayed scaling has a state of each layer, which checkpoints would have to keep
     )
+
+
+def _fuses_activation(model: Model) -> bool:
+    """Whether megatron-core fuses the MLP's activation, where it can: its GELU is then the tanh approximation."""
+    return model.swiglu or (model.add_bias_linear and model.activation_func != "gelu")
+
+
+def _activation(model: Model, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
+    if model.swiglu:
+        return F.silu
+    is_fused = is_fused and _fuses_activation(model)
+    return _gelu_tanh if model.activation_func == "gelu_tanh" and not is_fused else F.gelu
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 def expert_settings(experiment: Experiment) -> dict[str, Any]:

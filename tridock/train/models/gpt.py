@@ -131,6 +131,11 @@ class Attention(nn.Module):
             return self._attend(query, key, value, self.dropout)
 
 
+def _gelu(model: Model) -> str:
+    """Returns torch's name of GELU's approximation."""
+    return "none" if model.gelu == "gelu" else "tanh"
+
+
 class Expert(nn.Module):
     """One MLP of a mixture of experts, of width ``ffn``."""
 
@@ -140,10 +145,11 @@ class Expert(nn.Module):
         self.dense_h_to_4h = nn.Linear(width, ffn, bias=bias)
         self.gate = nn.Linear(width, ffn, bias=bias) if model.swiglu else None
         self.dense_4h_to_h = nn.Linear(ffn, width, bias=bias)
+        self.gelu = _gelu(model)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.dense_h_to_4h(x)
-        wide = F.gelu(wide, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * wide
+        wide = F.gelu(wide, approximate=self.gelu) if self.gate is None else F.silu(self.gate(x)) * wide
         return self.dense_4h_to_h(wide)  # type: ignore[no-any-return]
 
 
@@ -171,8 +177,7 @@ class Layer(nn.Module):
         self.has_experts = model.num_moe_experts is not None
         self.softmax_first = model.moe_router_pre_softmax
         self.dropout = nn.Dropout(model.hidden_dropout)
-        self.gelu = "tanh"
-        """torch's name of GELU's approximation; Megatron-LM v1.1.5 uses none."""
+        self.gelu = _gelu(model)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.input_norm(x), rotation))

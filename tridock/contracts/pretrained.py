@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tridock.contracts.checkpoints import LATEST
 from tridock.contracts.run_folder import read_text
@@ -15,7 +15,9 @@ HF: Final = "hf"
 """A transformers model folder: ``config.json`` and safetensors."""
 DEEPSPEED: Final = "deepspeed"
 """A checkpoint that DeepSpeed's ``save_checkpoint`` wrote, of a model with transformers' names."""
-FORMATS: Final = (HF, DEEPSPEED)
+MEGATRON: Final = "megatron"
+"""A checkpoint of Megatron-LM v1.1.5, with or without DeepSpeed."""
+FORMATS: Final = (HF, DEEPSPEED, MEGATRON)
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -32,10 +34,14 @@ class StoredWeights:
     problem: Problem | None = None
     parameters: int | None = None
     """The number of parameters, if it is known without the model's definition."""
-    fields: Mapping[str, int] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of an experiment's model that the weights show."""
     has_config: bool = False
-    """Whether there is a ``config.json``."""
+    """Whether there is a ``config.json``, or Megatron's arguments."""
+    rows: int | None = None
+    """Rows of the token table with its padding, if it has any."""
+    rows_divisible_by: int = 1
+    """What the padding makes them a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,15 @@ _SIZES: Final = {
     "mlp.gate_proj.weight": (0, "ffn_hidden_size"),
 }
 """By the endings of names, which dimension is the size of which field."""
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Returns the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def safetensors_problem(folder: Path, index: object) -> Problem | None:

@@ -29,21 +29,36 @@ def weights_problems(experiment: Experiment, stored: StoredWeights, tokens: int 
     ``tokens`` is the size of its vocabulary, if known.
     """
     model = experiment.model.model_copy(update={"vocab_size": tokens})
-    sizes = {"max_position_embeddings": model.positions, "ffn_hidden_size": model.ffn_size}
-    differs = False
-    for name, there in stored.fields.items():
-        here = sizes.get(name, getattr(model, name))
-        if here not in (there, None):
-            differs = True
-            yield Problem(
-                f"model.{name}", f"the weights of train.load have {there}", str(here), f"set it to {there}", (there,)
-            )
-    if differs or tokens is None or stored.parameters is None:
+    sizes = {
+        "max_position_embeddings": model.positions,
+        "ffn_hidden_size": model.ffn_size,
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.head_size,
+        "activation_func": model.gelu,
+    }
+    pairs = {name: (there, sizes.get(name, getattr(model, name))) for name, there in stored.fields.items()}
+    if tokens is None:
+        pairs.pop("vocab_size", None)
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    for name, (there, here) in differing.items():
+        want = _yaml(there)
+        yield Problem(
+            f"model.{name}", f"the weights of train.load have {want}", _yaml(here), f"set it to {want}", (want,)
+        )
+    if tokens is None:
         return
-    here = model_parameters(model, tokens)
-    if here != stored.parameters:
+    if stored.rows is not None:
+        multiple = max(stored.rows_divisible_by, model.make_vocab_size_divisible_by)
+        if not tokens <= stored.rows < tokens + multiple:
+            what = f"the token table of train.load has {stored.rows:,} rows, with a padding of less than {multiple:,}"
+            yield Problem("model.vocab_size", what, f"{tokens:,}", "use data of the tokenizer that the weights go with")
+    if not differing and stored.parameters not in (None, here := model_parameters(model, tokens)):
         what = f"the weights of train.load have {stored.parameters:,} parameters, the experiment's model another number"
         yield Problem("model", what, f"{here:,}", "change its fields until the plan shows as many")
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def data_problems(

@@ -5,12 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from torch import Tensor
+
+from tridock.contracts.megatron_weights import megatron_folder, megatron_sizes
 from tridock.contracts.pretrained import (
     DEEPSPEED,
     HF,
+    MEGATRON,
     config_folder,
     deepspeed_folder,
+    listed,
     one_model_rank,
+    shape_text,
     stored_sizes,
 )
 from tridock.errors import Problem, RequestError
@@ -18,10 +24,16 @@ from tridock.experiment.inputs import weights_problems
 from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
-from tridock.train.huggingface.weights import Pretrained, Weights, checked_model, exported, weights_on_meta
-
-_MOST: Final = 5
-"""Weights that an error lists."""
+from tridock.train.checkpoints.megatron_lm import MegatronWeights
+from tridock.train.huggingface.weights import (
+    TOKEN_TABLE,
+    Pretrained,
+    Weights,
+    checked_model,
+    exported,
+    names_of,
+    weights_on_meta,
+)
 
 
 def pretrained_weights(experiment: Experiment, workspace: Path, tokens: int) -> Weights | None:
@@ -58,18 +70,43 @@ def _differences(found: Pretrained, stored: DeepSpeedWeights, tokens: int) -> It
     names = {target: found.renamed(target) for target in expected}
     missing = [target for target, name in names.items() if name not in stored.names]
     if missing:
-        yield Problem(where, "lacks weights of the experiment's model", _listed(missing), todo)
+        yield Problem(where, "lacks weights of the experiment's model", listed(missing), todo)
         return
     for target, name in names.items():
         if stored.shapes[name] != expected[target]:
-            got = f"{_text(stored.shapes[name])}, not {_text(expected[target])}"
+            got = f"{shape_text(stored.shapes[name])}, not {shape_text(expected[target])}"
             yield Problem(f"{where}: {name}", "has another shape than in the experiment's model", got, todo)
     used = [stored.aliases.get(name, name) for name in names.values()]
     if len({*used}) < len(used):
         what, to = "the checkpoint has one matrix for both", "set it to false"
         yield Problem("model.untie_embeddings_and_output_weights", f"{what}, in {where}", "true", to)
     if odd := sorted({stored.aliases.get(name, name) for name in stored.names} - {*used}):
-        yield Problem(where, "holds weights that the experiment's model lacks", _listed(odd), todo)
+        yield Problem(where, "holds weights that the experiment's model lacks", listed(odd), todo)
+
+
+def _of_megatron(folder: Path, experiment: Experiment, tokens: int) -> Weights:
+    checkpoint = megatron_folder(folder)
+    model = experiment.model.model_copy(update={"vocab_size": tokens})
+    stored = MegatronWeights(checkpoint, model)
+    sizes = megatron_sizes(checkpoint, stored.shapes, stored.ranks, stored.arguments)
+    if problems := list(weights_problems(experiment, sizes, tokens)):
+        raise RequestError(problems)
+    rows = {name: tuple(it.shape) for name, it in weights_on_meta(model, sizes.rows or tokens).items()}
+    if problems := list(stored.differences(rows)):
+        raise RequestError(problems)
+    return _Megatron(stored, model, tokens)
+
+
+class _Megatron(Weights):
+    """Weights of Megatron-LM v1.1.5 (``megatron:DIR``)."""
+
+    def __init__(self, stored: MegatronWeights, model: Model, tokens: int) -> None:
+        self.model, self.names = model, names_of(model)
+        self._stored, self._tokens = stored, tokens
+
+    def read(self, name: str) -> Tensor:
+        weight = self._stored.read(name)
+        return weight[: self._tokens] if name == TOKEN_TABLE else weight
 
 
 def _expected_shapes(model: Model, tokens: int) -> dict[str, tuple[int, ...]]:
@@ -77,13 +114,8 @@ def _expected_shapes(model: Model, tokens: int) -> dict[str, tuple[int, ...]]:
     return {target: tuple(tensor.shape) for target, tensor in exported(model, tokens, weights.__getitem__)}
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST:,} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more
-
-
-def _text(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
-_OPEN: Final[Mapping[str, Callable[[Path, Experiment, int], Weights]]] = {HF: Pretrained.of, DEEPSPEED: _of_deepspeed}
+_OPEN: Final[Mapping[str, Callable[[Path, Experiment, int], Weights]]] = {
+    HF: Pretrained.of,
+    DEEPSPEED: _of_deepspeed,
+    MEGATRON: _of_megatron,
+}

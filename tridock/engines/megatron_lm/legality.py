@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
+from tridock.contracts.pretrained import MEGATRON
 from tridock.engines.deepspeed import zero_stage_problems
 from tridock.engines.fields import COMMON, HONOURED, MIXTURE, Fields, Refused, Unused
 from tridock.engines.offload import Offload
@@ -148,6 +149,11 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("train.seed", "Megatron v1.1.5 needs a positive seed", "0", "use 1 or more", (1,))
     if experiment.train.pretrained_folder is not None:
         what, todo = "Megatron v1.1.5 loads its own checkpoints only", "use engine torch or megatron-core"
+        if experiment.train.pretrained is not None and experiment.train.pretrained[0] == MEGATRON:
+            what = (
+                "with this, engines torch and megatron-core start from v1.1.5's weights; v1.1.5 resumes from a folder"
+            )
+            todo = f"set it to {experiment.train.pretrained_folder}, or use another engine"
         yield Problem("train.load", what, str(experiment.train.load), todo)
     yield from _warmup_problems(experiment)
     yield from zero_stage_problems(experiment)

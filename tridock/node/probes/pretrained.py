@@ -6,10 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from tridock.contracts.megatron_weights import (
+    flat_names,
+    megatron_files,
+    megatron_folder,
+    megatron_sizes,
+    name_in_pipeline,
+)
 from tridock.contracts.pretrained import (
     DEEPSPEED,
     HF,
     INDEX,
+    MEGATRON,
     StoredWeights,
     config_folder,
     deepspeed_folder,
@@ -64,6 +72,30 @@ def _shapes(state: Mapping[str, Any], *, has_module: bool) -> dict[str, Shape]:
     return shapes
 
 
+def _megatron(folder: Path) -> StoredWeights:
+    checkpoint = megatron_folder(folder)
+    files = megatron_files(checkpoint)
+    require_whole(files.all)
+    shapes: dict[str, Any] = {}
+    arguments = None
+    for file in files.first:
+        state = read_shapes(file)
+        if files.layers:
+            number = next(number for number, path in files.layers[0].items() if path == file)
+            shapes |= {name_in_pipeline(number, max(files.layers[0]), name): it for name, it in state.items()}
+            continue
+        shapes |= flat_names(state.get("model") or state.get("module") or {})
+        for group in state.get("param_shapes") or ():
+            shapes |= group
+        arguments = getattr(state.get("args"), "state", None)
+    shapes = {name: found for name, found in shapes.items() if isinstance(found, Shape)}
+    for own in files.states:
+        if own.optimizers:
+            _require_ranks(checkpoint, read_shapes(own.optimizers[0]), len(own.optimizers))
+    ranks = len(files.plain or files.layers or files.states)
+    return megatron_sizes(checkpoint, shapes, ranks, arguments)
+
+
 def require_whole(files: Iterable[Path]) -> None:
     """Raises :class:`RequestError` if a file is cut short."""
     for file in files:
@@ -81,4 +113,8 @@ def _require_ranks(folder: Path, state: Any, found: int) -> None:
         raise RequestError(Problem(str(folder), what, f"{found} *_optim_states.pt", todo))
 
 
-_READ: Final[Mapping[str, Callable[[Path], StoredWeights]]] = {HF: _safetensors, DEEPSPEED: _deepspeed}
+_READ: Final[Mapping[str, Callable[[Path], StoredWeights]]] = {
+    HF: _safetensors,
+    DEEPSPEED: _deepspeed,
+    MEGATRON: _megatron,
+}

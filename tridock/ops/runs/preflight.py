@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tridock.contracts import checkpoints
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
-from tridock.contracts.pretrained import StoredWeights
+from tridock.contracts.pretrained import DEEPSPEED, MEGATRON, StoredWeights
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError, count
 from tridock.experiment import Experiment, fields_digest
@@ -158,14 +158,27 @@ def _weights_problems(
         yield Problem(f"{config}: train.load", f"{it.where} {it.what}", it.got, it.todo)
         return
     if not stored.has_config:
-        what = "has no config.json: fields that no weight shows (heads, norm_epsilon, rotary_base) are not checked"
-        todo = "copy the model's config.json into it"
+        lacks, todo = _LACKS[experiment.train.pretrained[0] if experiment.train.pretrained is not None else ""]
+        what = f"has no {lacks} are not checked"
         print(f"warning: {Problem(f'{config}: train.load', what, str(experiment.train.load), todo)}", file=sys.stderr)
     tokens = experiment.model.vocab_size
     if tokens is None and isinstance(manifest, Mapping):
         tokens = manifest.get("vocab_size")
     for it in weights_problems(experiment, stored, tokens):
         yield Problem(f"{config}: {it.where}", it.what, it.got, it.todo, it.nearest)
+
+
+_LACKS: Final = {
+    DEEPSPEED: (
+        "config.json: fields that no weight shows (heads, norm_epsilon, rotary_base)",
+        "copy the model's config.json into it",
+    ),
+    MEGATRON: (
+        "arguments of Megatron: num_attention_heads, norm_epsilon and activation_func",
+        "set them to those of the training that wrote it (activation_func: gelu, unless it had --bias-gelu-fusion)",
+    ),
+}
+"""By format, what may be missing with the fields that only it shows, and what to do."""
 
 
 def data_files(experiment: Experiment) -> dict[str, str]:

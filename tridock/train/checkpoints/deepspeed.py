@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from tridock.contracts.megatron_weights import flat_names
 from tridock.contracts.pretrained import StateFiles
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.pickles import refusing_foreign, safe_torch_load
@@ -23,6 +24,9 @@ from tridock.train.checkpoints.write_errors import replaced
 from tridock.train.checkpoints.zero_reshard import gather_slice
 
 TODO: Final = "convert the checkpoint where you trust it (zero_to_fp32.py), or copy it again"
+
+
+_OF_CLIENTS: Final = ("args", "checkpoint_version")
 
 
 class DeepSpeedWeights:
@@ -45,6 +49,8 @@ class DeepSpeedWeights:
                 self._add_zero(files)
             elif not files.has_module:
                 raise KeyError("param_shapes")
+        self.client_state: Mapping[str, Any] = {name: state[name] for name in _OF_CLIENTS if name in state}
+        """What Megatron-LM v1.1.5 adds: its arguments and the version of its checkpoints."""
         shared = {**self._same_tensors(), **(state.get("shared_params") or {})}
         self.aliases: Mapping[str, str] = {name: source for name, source in shared.items() if source in self.shapes}
         """Names of weights that are another weight, with that one's name."""
@@ -62,7 +68,7 @@ class DeepSpeedWeights:
         self.shapes[name], self._reads[name] = tuple(shape), read
 
     def _add_module(self, module: Mapping[str, Any], buffers: Collection[str]) -> None:
-        for name, tensor in module.items():
+        for name, tensor in flat_names(module).items():
             if isinstance(tensor, Tensor) and name not in buffers:
                 self._add(name, tensor.shape, partial(_given, tensor))
 

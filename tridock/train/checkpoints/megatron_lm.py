@@ -1,19 +1,26 @@
 """The weights of a checkpoint of Megatron-LM v1.1.5, whatever its strategy, tensor and pipeline parallel sizes."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from tridock.contracts.megatron_weights import (
+    MegatronFiles,
+    flat_names,
+    holds_checkpoint,
+    megatron_files,
+    name_in_pipeline,
+)
+from tridock.contracts.pretrained import listed, shape_text
+from tridock.errors import Problem, RequestError
 from tridock.experiment.model import Model
-from tridock.train.checkpoints.pickles import megatron_classes, safe_torch_load
-from tridock.train.checkpoints.zero_3 import Zero3
+from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
+from tridock.train.checkpoints.pickles import is_zip, megatron_classes, refusing_foreign, safe_torch_load
 
-Shards = Callable[[str], Sequence[Tensor]]
-"""Returns the parts of a weight, one for each tensor parallel rank, by its name in v1.1.5's language model."""
 _LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)\.(weight|bias)$")
 _IN_LAYER: Final = {
     "input_norm": "input_layernorm",
@@ -30,27 +37,125 @@ _OUTSIDE: Final = {
 }
 _BY_COLUMNS: Final = ("token_embedding.weight", ".query_key_value.weight", ".query_key_value.bias", "dense_h_to_4h.")
 _BY_ROWS: Final = ("attention.dense.weight", "dense_4h_to_h.weight")
-_EMBEDDING: Final = "layer_00-model_00-model_states.pt"
+_TODO: Final = "load it with engine megatron-deepspeed and save it again, or remove the object where you trust it"
+
+
+class MegatronWeights:
+    """Whole weights by engine torch's names: the parts of all tensor parallel ranks, joined.
+
+    Raises :class:`RequestError` if a file is damaged, or holds an object that is not safe to load.
+    """
+
+    def __init__(self, folder: Path, model: Model, files: MegatronFiles | None = None) -> None:
+        self.folder, self._model = folder, model
+        files = files or megatron_files(folder)
+        self.arguments: Mapping[str, Any] | None = None
+        self.version: float = 2.0
+        """Of the order of queries, keys and values. DeepSpeed's checkpoints may have none: v1.1.5 writes this one."""
+        if files.plain:
+            self._ranks = [self._plain(file) for file in files.plain]
+        elif files.layers:
+            self._ranks = [_pipeline(own) for own in files.layers]
+        else:
+            own = [DeepSpeedWeights(folder, states, megatron_classes()) for states in files.states]
+            self._take_settings(own[0].client_state)
+            self._ranks = [_Shard(it.shapes, it.read) for it in own]
+        if self.version not in (0, 1.0, 2.0):
+            todo = "convert it with the Megatron-LM that wrote it, to a transformers folder, and use train.load: hf:DIR"
+            what = "has a checkpoint_version that Megatron-LM v1.1.5 does not know"
+            raise RequestError(Problem(str(folder), what, str(self.version), todo))
+
+    @property
+    def ranks(self) -> int:
+        """The tensor parallel size."""
+        return len(self._ranks)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The first rank's shapes, by v1.1.5's names."""
+        return self._ranks[0].shapes
+
+    def read(self, name: str) -> Tensor:
+        """Returns a weight by its name in engine torch; the token table has v1.1.5's padding."""
+        theirs = f"language_model.{_name_of(name)}"
+        parts = [rank.read(theirs) for rank in self._ranks]
+        if ".query_key_value." in name:
+            parts = [self._by_heads(part) for part in parts]
+        if len(parts) > 1 and any(kind in name for kind in _BY_COLUMNS):
+            return torch.cat(parts)
+        if len(parts) > 1 and name.endswith(_BY_ROWS):
+            return torch.cat(parts, 1)
+        return parts[0]
+
+    def differences(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+        """Yields weights that are missing, of another shape, or not ``expected``; those are by engine torch's names."""
+        todo = "change the model's fields, or name a checkpoint of its pretrain_gpt2.py"
+        names = {f"language_model.{_name_of(name)}": name for name in expected}
+        for number, rank in enumerate(self._ranks):
+            where = f"{self.folder}, tensor parallel rank {number}"
+            if missing := [name for name in names if name not in rank.shapes]:
+                yield Problem(where, "lacks weights of the experiment's model", listed(missing), todo)
+            if odd := sorted(rank.shapes.keys() - names):
+                yield Problem(where, "holds weights that the experiment's model lacks", listed(odd), todo)
+            for theirs, name in names.items():
+                here, there = self._share(name, expected[name]), rank.shapes.get(theirs, ())
+                if theirs in rank.shapes and here != there:
+                    what = "has another shape than in the experiment's model"
+                    got = f"{shape_text(there)}, not {shape_text(here)}"
+                    yield Problem(f"{where}: {theirs}", what, got, todo)
+
+    def _share(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of one rank's part of a weight."""
+        first, *rest = shape
+        if any(kind in name for kind in _BY_COLUMNS):
+            return (first // self.ranks, *rest)
+        return (first, rest[0] // self.ranks) if name.endswith(_BY_ROWS) else shape
+
+    def _by_heads(self, part: Tensor) -> Tensor:
+        """Returns queries, keys and values head by head, as in version 2 and in engine torch."""
+        size = self._model.head_size
+        if self.version == 0:  # all queries, all keys, all values
+            return part.unflatten(0, (3, -1, size)).transpose(0, 1).flatten(0, 2)
+        if self.version == 1.0:  # of each element of a head the query, the key and the value
+            return part.unflatten(0, (-1, size, 3)).transpose(1, 2).flatten(0, 2)
+        return part
+
+    def _plain(self, file: Path) -> "_Shard":
+        state = _load(file)
+        if "model" not in state:
+            todo = "name a checkpoint of its pretrain_gpt2.py"
+            raise RequestError(Problem(str(file), "is of no model of Megatron-LM v1.1.5", "no model in it", todo))
+        self._take_settings({"checkpoint_version": 0, **state})
+        tensors = {name: it for name, it in flat_names(state["model"]).items() if isinstance(it, Tensor)}
+        return _Shard({name: tuple(it.shape) for name, it in tensors.items()}, tensors.__getitem__)
+
+    def _take_settings(self, state: Mapping[str, Any]) -> None:
+        self.version = state.get("checkpoint_version", self.version)
+        if "args" in state:
+            self.arguments = vars(state["args"])
+
+
+class _Shard:
+    """One tensor parallel rank's weights, by v1.1.5's names."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> None:
+        self.shapes, self.read = shapes, read
 
 
 def megatron_lm_weights(folder: Path, model: Model) -> Callable[[str], Tensor] | None:
-    """Returns a function that reads a weight by its name in engine torch; None if v1.1.5 did not write the checkpoint.
-
-    Queries, keys and values are ordered head by head, as in engine torch.
-    """
-    shards = _shards(folder, model)
-    if shards is None:
+    """Returns a function that reads a weight by its name in engine torch; None for another program's checkpoint."""
+    if not holds_checkpoint(folder):
         return None
+    files = megatron_files(folder)
+    if files.states and not _is_megatrons(files.states[0].models[0]):
+        return None
+    return MegatronWeights(folder, model, files).read
 
-    def read(name: str) -> Tensor:
-        parts = shards(_name_of(name))
-        if len(parts) > 1 and any(kind in name for kind in _BY_COLUMNS):
-            return torch.cat(list(parts))
-        if len(parts) > 1 and name.endswith(_BY_ROWS):
-            return torch.cat(list(parts), 1)
-        return parts[0]
 
-    return read
+def _is_megatrons(file: Path) -> bool:
+    state = _load(file)
+    names = [name for group in state.get("param_shapes") or () for name in group]
+    return "language_model" in (state.get("module") or ()) or any(it.startswith("language_model.") for it in names)
 
 
 def _name_of(name: str) -> str:
@@ -60,45 +165,17 @@ def _name_of(name: str) -> str:
     return f"{_OUTSIDE[module]}.{kind}"
 
 
-def _shards(folder: Path, model: Model) -> Shards | None:
-    if (folder / _EMBEDDING).is_file():
-        return lambda name: _of_stages(folder, model, name)
-    if files := sorted(folder.glob("mp_rank_??/model_optim_rng.pt")):
-        return _of_models([_load(file)["model"] for file in files])
-    if files := sorted(folder.glob("mp_rank_??_model_states.pt")):
-        modules = [_load(file)["module"] for file in files]
-        return _of_models(modules) if "language_model" in modules[0] else None
-    files = sorted(folder.glob("zero_pp_rank_0_mp_rank_??_model_states.pt"))
-    zero = [Zero3(folder, f"mp_rank_{number:02d}") for number in range(len(files))]
-    if not zero or not any(name.startswith("language_model.") for name in zero[0].names):
-        return None
-    return lambda name: [one.read(f"language_model.{name}") for one in zero]
-
-
-def _of_models(models: Sequence[Mapping[str, Any]]) -> Shards:
-    def shards(name: str) -> list[Tensor]:
-        part, _, rest = name.partition(".")
-        if part == "transformer":
-            return [model["language_model"][part][rest] for model in models]
-        table, _, kind = rest.partition(".")
-        return [model["language_model"][part][table][kind] for model in models]
-
-    return shards
-
-
-def _of_stages(folder: Path, model: Model, name: str) -> list[Tensor]:
-    """Reads a weight from a pipeline's checkpoint; returns one tensor per tensor parallel rank.
-
-    The checkpoint has a file per layer, numbered like the modules of ``GPT2ModelPipe``.
-    """
-    number, key = 0, name.removeprefix("embedding.")
-    if layer := re.match(r"transformer\.layers\.(\d+)\.(.+)", name):
-        number, key = int(layer[1]) + 2, layer[2]
-    elif name.startswith("transformer.final_layernorm."):
-        number, key = model.num_layers + 3, name.rpartition(".")[2]
-    return [_load(file)[key] for file in sorted(folder.glob(f"layer_{number:02d}-model_??-model_states.pt"))]
+def _pipeline(layers: Mapping[int, Path]) -> _Shard:
+    """Opens a pipeline's file per layer."""
+    tensors = {
+        name_in_pipeline(number, max(layers), name): tensor
+        for number, file in layers.items()
+        for name, tensor in _load(file).items()
+        if isinstance(tensor, Tensor)
+    }
+    return _Shard({name: tuple(it.shape) for name, it in tensors.items()}, tensors.__getitem__)
 
 
 def _load(file: Path) -> Any:
-    with safe_torch_load(megatron_classes()):
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    with refusing_foreign(_TODO), safe_torch_load(megatron_classes(), mmap=is_zip(file)):
+        return torch.load(file, map_location="cpu", weights_only=True)

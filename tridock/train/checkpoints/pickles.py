@@ -7,9 +7,11 @@ import argparse
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Final
 
@@ -75,17 +77,30 @@ def _member(owner: object, name: str) -> Enum:
     raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is no member of an enum")
 
 
+def is_zip(file: Path) -> bool:
+    """Whether torch can memory-map a file, unlike one of torch before 1.6 (Megatron-LM v1.1.5 ran on both)."""
+    return zipfile.is_zipfile(file)
+
+
+class _LossScaler:
+    """Replaces the loss scaler of Megatron-LM v1.1.5's own fp16 optimizer, which no engine here uses."""
+
+
 def megatron_classes() -> list[Any]:
-    """Returns the classes in a checkpoint of Megatron-LM v1.1.5: its arguments, Python's and NumPy's random states."""
+    """Returns the classes in a checkpoint of Megatron-LM v1.1.5: its arguments, Python's and NumPy's random states, and
+    its loss scaler."""
     import numpy as np
 
     # NumPy has moved it between versions, so pickles may have either name.
     rebuild = np.zeros(0).__reduce__()[0]
     names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
     kinds = [type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")]
-    return [argparse.Namespace, np.ndarray, np.dtype, *kinds, *((rebuild, name) for name in names)]
+    scalers = [f"{place}fp16.loss_scaler.{name}" for place in ("megatron.", "") for name in ("LossScaler", _DYNAMIC)]
+    replaced_ = [*((rebuild, name) for name in names), *((_LossScaler, name) for name in scalers)]
+    return [argparse.Namespace, np.ndarray, np.dtype, *kinds, *replaced_]
 
 
+_DYNAMIC: Final = "DynamicLossScaler"
 _DISTRIBUTED: Final = "torch.distributed.checkpoint."
 _METADATA: Final = {
     f"{_DISTRIBUTED}metadata": (

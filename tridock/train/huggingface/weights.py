@@ -26,7 +26,8 @@ Read = Callable[[str], Tensor]
 """Returns a whole weight by its name in engine torch's model."""
 _LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)$")
 _EXPERT: Final = re.compile(r"^experts\.(\d+)\.(.+)$")
-_VOCABULARY: Final = ("token_embedding.weight", "output_layer.weight")
+TOKEN_TABLE: Final = "token_embedding.weight"  # noqa: S105 - no password
+_VOCABULARY: Final = (TOKEN_TABLE, "output_layer.weight")
 
 
 def names_of(model: Model) -> list[str]:

@@ -1,0 +1,179 @@
+"""Checkpoints of Megatron-LM v1.1.5, written with or without DeepSpeed: their files, and the model that they show."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tridock.contracts.checkpoints import LATEST, TRACKER
+from tridock.contracts.pretrained import StateFiles, StoredWeights, deepspeed_files
+from tridock.contracts.run_folder import read_text
+from tridock.errors import Problem, RequestError
+
+PLAIN: Final = "model_optim_rng.pt"
+WORDS: Final = "language_model.embedding.word_embeddings.weight"
+POSITIONS: Final = "language_model.embedding.position_embeddings.weight"
+FIXED: Final[Mapping[str, Any]] = {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "swiglu": False,
+    "add_bias_linear": True,
+    "qk_layernorm": False,
+    "untie_embeddings_and_output_weights": False,
+    "num_moe_experts": None,
+}
+"""Fields of an experiment's model that v1.1.5 does not have, with the values that describe its layers."""
+DIVISIBLE_BY: Final = 128
+"""Megatron's default for ``make_vocab_size_divisible_by``."""
+
+_LAYER: Final = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
+_RANK: Final = re.compile(r"^mp_rank_(\d+)(_\d+)?$")
+_IN_LAYERS: Final = re.compile(r"^language_model\.transformer\.layers\.(\d+)\.")
+_TODO: Final = "name the folder of --save, or one checkpoint in it (iter_…, release, global_step…)"
+_COPY: Final = "copy the files of all ranks into this one folder"
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFiles:
+    """The files of a checkpoint; one of these is not empty, and each has an item for every tensor parallel rank."""
+
+    plain: tuple[Path, ...] = ()
+    """Megatron's own files."""
+    states: tuple[StateFiles, ...] = ()
+    """DeepSpeed's, without a pipeline."""
+    layers: tuple[Mapping[int, Path], ...] = ()
+    """A pipeline's, by the number of the layer in ``GPT2ModelPipe``: 0 has the embeddings, the last the last norm."""
+
+    @property
+    def first(self) -> tuple[Path, ...]:
+        """The files of the first tensor parallel rank, of which one shows the model's names and shapes."""
+        if self.layers:
+            return tuple(self.layers[0].values())
+        return (self.plain[0],) if self.plain else (self.states[0].models[0],)
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        states = [(*it.models, *it.optimizers) for it in self.states]
+        return (
+            *self.plain,
+            *(path for it in states for path in it),
+            *(path for it in self.layers for path in it.values()),
+        )
+
+
+def megatron_folder(folder: Path) -> Path:
+    """Returns the checkpoint in ``folder``: the folder itself, or the one that Megatron's or DeepSpeed's pointer names.
+
+    Raises :class:`RequestError` if there is none.
+    """
+    if holds_checkpoint(folder):
+        return folder
+    tracker, latest = (read_text(folder / name).strip() for name in (TRACKER, LATEST))
+    if not tracker and not latest:
+        got = f"neither {TRACKER} nor mp_rank_…/{PLAIN} nor DeepSpeed's files"
+        raise RequestError(Problem(str(folder), "holds no checkpoint of Megatron-LM v1.1.5", got, _TODO))
+    names = [f"iter_{int(tracker):07d}", f"global_step{tracker}"] if tracker.isdecimal() else [tracker]
+    for name in (*names, latest):
+        if name and holds_checkpoint(folder / name):
+            return folder / name
+    what = f"names a checkpoint that is not there; none of {', '.join(filter(None, (*names, latest)))} has files"
+    raise RequestError(Problem(str(folder / (TRACKER if tracker else LATEST)), what, tracker or latest, _TODO))
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint that v1.1.5, or another program with DeepSpeed, may have written."""
+    kinds = (f"mp_rank_*/{PLAIN}", "*mp_rank_*_model_states.pt", "layer_*-model_*-model_states.pt")
+    return any(any(folder.glob(kind)) for kind in kinds)
+
+
+def megatron_files(folder: Path) -> MegatronFiles:
+    """Returns the files of a checkpoint. Raises :class:`RequestError` if one is missing, or is of a later Megatron."""
+    layers: dict[int, dict[int, Path]] = {}
+    plain: dict[int, Path] = {}
+    for path in folder.iterdir():
+        if match := _LAYER.match(path.name):
+            layers.setdefault(int(match[2]), {})[int(match[1])] = path
+        elif (match := _RANK.match(path.name)) and (path / PLAIN).is_file():
+            if match[2]:
+                what = "is of a later Megatron-LM, whose pipeline's stages have folders of their own"
+                todo = "convert it with that Megatron's own tools to a transformers folder, and use train.load: hf:DIR"
+                raise RequestError(Problem(str(folder), what, path.name, todo))
+            plain[int(match[1])] = path / PLAIN
+    if layers:
+        return MegatronFiles(layers=tuple(_layers_of(folder, layers)))
+    if plain:
+        _require_all(folder, {*plain}, max(plain) + 1, f"mp_rank_{{:02d}}/{PLAIN}")
+        return MegatronFiles(plain=tuple(plain[rank] for rank in sorted(plain)))
+    return MegatronFiles(states=tuple(deepspeed_files(folder).values()))
+
+
+def _layers_of(folder: Path, layers: Mapping[int, Mapping[int, Path]]) -> list[Mapping[int, Path]]:
+    _require_all(folder, {*layers}, max(layers) + 1, "layer_00-model_{:02d}-model_states.pt")
+    last = max(max(own) for own in layers.values())
+    wanted = [0, *range(2, last - 1), last]  # functions without weights are between embeddings, layers and last norm
+    for rank, own in sorted(layers.items()):
+        missing = [f"layer_{number:02d}-model_{rank:02d}-model_states.pt" for number in wanted if number not in own]
+        if missing:
+            raise RequestError(Problem(str(folder), "lacks files of layers", ", ".join(missing), _COPY))
+    return [{number: layers[rank][number] for number in wanted} for rank in sorted(layers)]
+
+
+def _require_all(folder: Path, found: set[int], count: int, name: str) -> None:
+    if missing := [name.format(rank) for rank in range(count) if rank not in found]:
+        raise RequestError(Problem(str(folder), "lacks files of tensor parallel ranks", ", ".join(missing), _COPY))
+
+
+def flat_names(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns what nested dicts hold, by joined names: v1.1.5's own form of its model."""
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            found |= flat_names(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def name_in_pipeline(number: int, last: int, name: str) -> str:
+    """Returns the name in the whole language model of a weight in a pipeline's file number ``number``."""
+    if number == 0:
+        return f"language_model.embedding.{name}"
+    if number == last:
+        return f"language_model.transformer.final_layernorm.{name}"
+    return f"language_model.transformer.layers.{number - 2}.{name}"
+
+
+def megatron_sizes(
+    folder: Path, shapes: Mapping[str, Sequence[int]], ranks: int, arguments: Mapping[str, Any] | None
+) -> StoredWeights:
+    """Returns the model that the first tensor parallel rank's shapes show, and Megatron's arguments if they are there.
+
+    Raises :class:`RequestError` if it is no GPT-2 of v1.1.5.
+    """
+    words, positions = shapes.get(WORDS), shapes.get(POSITIONS)
+    layers = [int(found[1]) for name in shapes if (found := _IN_LAYERS.match(name))]
+    if words is None or positions is None or not layers:
+        got = f"no {WORDS if words is None else POSITIONS if positions is None else 'layers'}"
+        todo = "name a checkpoint of its pretrain_gpt2.py"
+        raise RequestError(Problem(str(folder), "is of no GPT-2 of Megatron-LM v1.1.5", got, todo))
+    given = arguments or {}
+    if given.get("apply_residual_connection_post_layernorm"):
+        what, todo = "was trained with --apply-residual-connection-post-layernorm", "no engine but Megatron's has this"
+        raise RequestError(Problem(str(folder), what, "", todo))
+    fields: dict[str, Any] = {
+        "num_layers": 1 + max(layers),
+        "hidden_size": words[1],
+        "ffn_hidden_size": 4 * words[1],
+        "max_position_embeddings": positions[0],
+        **FIXED,
+    }
+    if heads := given.get("num_attention_heads"):
+        fields |= {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": words[1] // heads}
+        is_tanh = given.get("bias_gelu_fusion") or given.get("openai_gelu")
+        fields |= {"activation_func": "gelu_tanh" if is_tanh else "gelu"}
+        fields |= {"norm_epsilon": given["layernorm_epsilon"]} if "layernorm_epsilon" in given else {}
+    multiple = given.get("make_vocab_size_divisible_by", DIVISIBLE_BY)
+    return StoredWeights(
+        None, None, fields, has_config=bool(given), rows=ranks * words[0], rows_divisible_by=ranks * multiple
+    )

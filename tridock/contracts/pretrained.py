@@ -84,6 +84,9 @@ def deepspeed_files(folder: Path) -> dict[int, StateFiles]:
         for path in folder.iterdir():
             if match := pattern.match(path.name):
                 kind.setdefault(int(match[2]), {})[int(match[1] or 0)] = path
+    if not models:
+        todo = "name the folder that was given to save_checkpoint, or one checkpoint in it"
+        raise RequestError(Problem(str(folder), "holds no checkpoint of DeepSpeed", "no *_model_states.pt", todo))
     for found in (*models.values(), *optimizers.values()):
         _require_all(folder, found)
     _require_all(folder, dict.fromkeys(models, folder / "mp_rank_00_model_states.pt"))

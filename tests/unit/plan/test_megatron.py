@@ -59,6 +59,9 @@ def planned(ranks: int, *overrides: str) -> Plan:
         (1, ["model.swiglu=true"],
          "model.swiglu: Megatron-LM v1.1.5 has GPT-2's layers: the MLP has GELU; got true; "
          "leave it out, or use engine torch or megatron-core"),
+        (1, ["train.load=megatron:checkpoints/345m"],
+         "train.load: is how engines torch and megatron-core start from v1.1.5's weights; it resumes from a"
+         " folder; got megatron:checkpoints/345m; set it to checkpoints/345m, or use another engine"),
         (1, ["train.load=hf:models/gpt2"],
          "train.load: Megatron v1.1.5 loads its own checkpoints only; got hf:models/gpt2; "
          "use engine torch or megatron-core"),

@@ -150,9 +150,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
     if experiment.train.pretrained_folder is not None:
         what, todo = "Megatron v1.1.5 loads its own checkpoints only", "use engine torch or megatron-core"
         if experiment.train.pretrained is not None and experiment.train.pretrained[0] == MEGATRON:
-            what = (
-                "with this, engines torch and megatron-core start from v1.1.5's weights; v1.1.5 resumes from a folder"
-            )
+            what = "is how engines torch and megatron-core start from v1.1.5's weights; it resumes from a folder"
             todo = f"set it to {experiment.train.pretrained_folder}, or use another engine"
         yield Problem("train.load", what, str(experiment.train.load), todo)
     yield from _warmup_problems(experiment)

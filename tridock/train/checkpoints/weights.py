@@ -13,10 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from tridock.contracts.pretrained import one_model_rank
 from tridock.experiment.model import Model
+from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
 from tridock.train.checkpoints.megatron_lm import megatron_lm_weights
 from tridock.train.checkpoints.pickles import safe_metadata_load, safe_torch_load
-from tridock.train.checkpoints.zero_3 import Zero3
 from tridock.train.megatron_core.names import expert_of, half_of, key_of
 
 _MODEL: Final = "mp_rank_00_model_states.pt"
@@ -37,7 +38,7 @@ def weights_in(folder: Path, model: Model) -> Callable[[str], Tensor]:
         with safe_torch_load():
             module = torch.load(folder / _MODEL, map_location="cpu", mmap=True, weights_only=True)["module"]
         return lambda name: module[name]
-    return Zero3(folder).read
+    return DeepSpeedWeights(folder, one_model_rank(folder)).read
 
 
 def _distributed(folder: Path) -> Callable[[str], Tensor]:

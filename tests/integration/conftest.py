@@ -41,13 +41,15 @@ CLUSTERS = {
     "test_doctor": "rack",
     "test_megatron": "rack",
     "test_queue_over_ssh": "rack",
+    "test_run": "rack",
+    "test_two_operators": "rack",
     "test_slurm": "slurm",
     "test_guide_slurm": "slurm",
 }
 # These begin first: the rack, whose worker builds the image; what needs no image meanwhile; then the longest.
 FIRST = (
     *("test_bad_input", "test_data_on_hosts", "test_queue_over_ssh", "test_docker_hosts", "test_doctor"),
-    "test_megatron",
+    *("test_megatron", "test_run", "test_two_operators"),
     *("test_remote_commands", "test_fab_over_ssh", "test_slurm", "test_guide_slurm", "test_faults", "test_twin"),
     *("test_moved_runs", "test_image", "test_node"),
 )
@@ -59,6 +61,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integration)
+            for fixture, cluster in (("rack_up", "rack"), ("slurm_cluster", "slurm")):
+                if fixture in getattr(item, "fixturenames", ()) and CLUSTERS.get(item.path.stem) != cluster:
+                    raise pytest.UsageError(
+                        f"{item.path.name}: uses {fixture}; add it to CLUSTERS, or a second one starts"
+                    )
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 

@@ -115,6 +115,7 @@ def test_the_doctor_finds_the_twin_fit(clone: Clone, demo: str) -> None:
     assert report["seen"]["all-reduce"].startswith("4 ranks, Gloo, 8 MB: ")
 
 
+@pytest.mark.full  # test_readme.py has the same command
 def test_one_container_runs_the_script_as_the_readme_says(clone: Clone, demo: str) -> None:
     (clone.folder / "probe").write_text("")
     run = "docker compose run --rm -T trainer"
@@ -134,7 +135,8 @@ CONTINUED = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param("fsdp", marks=pytest.mark.full), "megatron-core"])
+@pytest.mark.full  # tests/distributed/test_checkpoints.py, with .venv's Python
+@pytest.mark.parametrize("case", CONTINUED)
 def test_a_run_continues_from_a_checkpoint_with_the_images_python(clone: Clone, demo: str, case: str) -> None:
     """It is not the Python of most other tests, and pickles in its own way."""
     train = f"docker compose run --rm -T trainer tridock train {CONTINUED[case]} --run-id-file .cache/run"

@@ -71,6 +71,7 @@ def test_an_image_of_ones_own_is_wrapped_when_it_is_named(docker: str, tmp_path:
     (tmp_path / "code").mkdir()
     options = ("run", "--hosts", "hostfile", "--workdir", "code", "--image", own, "--nodes", "1", "--slots", "1")
     program = ("--", "bash", "-c", "echo $RANK of $WORLD_SIZE: $(mine)")
+    images = [own, f"tridock-wrapped/{own}"]
     try:
         first = tridock(tmp_path, *options, *program)
         assert first.returncode == 0, first.stdout + first.stderr
@@ -80,16 +81,17 @@ def test_an_image_of_ones_own_is_wrapped_when_it_is_named(docker: str, tmp_path:
         script = "id -u && mine && cd ~/.local/lib && touch a && pwd -P"
         assert succeed("docker", "run", *as_another, "bash", "-c", script) == "4321\nfirst\n/home/app/.local/lib\n"
         # Neither the image nor the node is made again, until the image changes.
-        made = succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}")
+        made = succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}").strip()
+        images.append(made)
         again = tridock(tmp_path, *options, *program)
         assert (again.returncode, again.stderr) == (0, "")
         succeed("docker", "build", "--quiet", "--tag", own, "-", input=OWN.replace("WORD", "second"))
         changed = tridock(tmp_path, *options, *program)
         assert "0 of 1: second" in changed.stdout.splitlines(), changed.stdout + changed.stderr
-        assert succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}") != made
+        assert succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}").strip() != made
     finally:
         tridock(tmp_path, "down", "--hosts", "hostfile")
-        execute("docker", "image", "rm", own, f"tridock-wrapped/{own}", made)
+        execute("docker", "image", "rm", *images)
 
 
 def test_what_cannot_be_wrapped_says_what_it_lacks(docker: str) -> None:

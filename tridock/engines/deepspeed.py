@@ -1,7 +1,10 @@
 """DeepSpeed's ZeRO, shared by engines ``torch`` and ``megatron-deepspeed``: configuration, memory, traffic. Pure."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Final
 
 from tridock.engines.deepspeed_options import PASSED
@@ -74,12 +77,12 @@ REUSED: Final = 1_000_000_000
 """stage3_max_reuse_distance: weights stay gathered if they are used again before this many others."""
 
 
-def _bucket_elements(experiment: Experiment, replicas: int) -> int:
-    """Returns the elements of the gradient buckets: two buckets if one fills while the other is sent."""
+def _buckets(experiment: Experiment, replicas: int) -> tuple[int, int]:
+    """Returns the number of gradient buckets, two if one fills while the other is sent, and the elements of each."""
     # A pipeline always has two.
     fills_another = overlaps_gradients(experiment, replicas) and experiment.parallel.zero_stage < 3
     number = 2 if experiment.parallel.pipeline_model_parallel_size > 1 or fills_another else 1
-    return number * zero_option(experiment, "reduce_bucket_size", _BUCKET // 2 if fills_another else _BUCKET)
+    return number, zero_option(experiment, "reduce_bucket_size", _BUCKET // 2 if fills_another else _BUCKET)
 
 
 def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -101,7 +104,7 @@ def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
 
 def zero_states(experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
     """Returns the states that a rank with these weights keeps, by ZeRO stage. On CPUs host and device are one."""
-    found = _on_device(experiment, weights, shape.data)
+    found = _on_device(experiment, weights, shape)
     if device == "cpu":
         return found
     owned, widest = (-(-size // shape.data) for size in (weights.total, _widest(experiment, weights)))
@@ -112,29 +115,64 @@ def zero_host_work(experiment: Experiment, weights: int, shape: Shape) -> HostWo
     return Offload.of(experiment).moved(experiment, shape, -(-weights // shape.data))
 
 
-def _on_device(experiment: Experiment, weights: Parameters, replicas: int) -> States:
+def _on_device(experiment: Experiment, weights: Parameters, shape: Shape) -> States:
     """Returns the states if nothing is offloaded."""
     short, stage, count = FORMAT_BYTES[experiment.precision], experiment.parallel.zero_stage, weights.total
+    replicas, widest = shape.data, _widest(experiment, weights)
     owned = -(-count // replicas)
     if stage == 0:
         master = 4 if short == 2 else 0
+        # Gradients are sent as one flat tensor of 5e8 elements and up to a tensor more.
+        sent = short * min(count, _BUCKET + widest) if replicas > 1 else 0
         # In a short format DeepSpeed allocates Adam's states with a step.
         startup = (short + master + 8 + short + master) * count if master else short * count
-        return States(short * count, 0, (master + 8) * count, short * count, workspace=master * count, startup=startup)
-    optimizer, bucket = 12 * owned, short * _bucket_elements(experiment, replicas)
+        workspace = max(master * count, sent)
+        return States(short * count, 0, (master + 8) * count, short * count, workspace=workspace, startup=startup)
+    number, elements = _buckets(experiment, replicas)
+    optimizer, bucket = 12 * owned, short * number * elements
     if stage < 3:
-        step_gradients = short * (count if stage == 1 else owned)
+        reduced = short * _reduced_elements(experiment, weights, replicas)
+        step_gradients = short * count if stage == 1 else reduced
         startup = short * count + 8 * owned  # the master weights, and their gradients
-        return States(
-            short * count, 0, optimizer, step_gradients, bucket, workspace=(4 + short) * owned, startup=startup
-        )
+        # The token table's gradient is the last of a backward pass. Of a table that is also the output layer there are
+        # two and their sum. A pipeline reduces gradients after its backward passes.
+        piped = experiment.parallel.pipeline_model_parallel_size > 1
+        tables = short * weights.embedding * (0 if piped else 1 if weights.head else 3)
+        # By then a full bucket's gradients lie where they stay, besides their own tensors or those of micro-batches
+        # before.
+        stays = count - weights.embedding > elements and (stage == 1 or shape.accumulation > 1) and replicas > 1
+        workspace = max((4 + short) * owned, bucket + tables + (reduced if stays else 0))
+        return States(short * count, 0, optimizer, step_gradients, bucket, workspace=workspace, startup=startup)
     small = sum(_small_tensors(experiment, weights))
     kept = small + owned if replicas > 1 else count
     gathered = short * min(count - small, _gathered_elements(experiment, weights)) if replicas > 1 else 0
+    together = zero_option(experiment, "stage3_prefetch_bucket_size", _BUCKET // 10)
+    # Weights that are gathered together are copied out of one buffer, which is there until the last of them is used.
+    prefetch = short * min(count - small, together + widest) if replicas > 1 and together else 0
     # Of a group of 1e9 weights the gradients are made flat, in their format, and then converted.
     workspace = (4 + short % 4) * min(owned, 2 * _BUCKET)
     startup = (2 * short + 4) * owned + bucket
-    return States(short * kept, short * owned, optimizer, 0, bucket, gathered, workspace, startup)
+    return States(short * kept, short * owned, optimizer, 0, bucket, gathered, workspace, startup, prefetch=prefetch)
+
+
+def _reduced_elements(experiment: Experiment, weights: Parameters, replicas: int) -> int:
+    """Returns the most elements of gradients that a rank keeps in ZeRO 1 and 2: those of each tensor of which it owns
+    a part, whole."""
+    tensor = experiment.parallel.tensor_model_parallel_size
+    layer = tuple(weight.share(tensor) for weight in layer_weights(experiment.model) if weight.is_matrix)
+    layers = weights.layers // sum(weight.share(tensor) for weight in layer_weights(experiment.model))
+    return _fullest_part((weights.embedding, weights.positions, *layer * layers, weights.head), replicas)
+
+
+@lru_cache(maxsize=256)
+def _fullest_part(sizes: tuple[int, ...], parts: int) -> int:
+    """Returns the most elements of the tensors that one of equal parts touches, if tensors of these sizes are flat."""
+    ends = [0, *accumulate(sizes)]
+    part = -(-ends[-1] // parts)
+    return max(
+        ends[bisect_left(ends, min(start + part, ends[-1]))] - ends[bisect_right(ends, start) - 1]
+        for start in range(0, ends[-1], part)
+    )
 
 
 def _gathered_elements(experiment: Experiment, weights: Parameters) -> int:

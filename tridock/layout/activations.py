@@ -29,6 +29,8 @@ from tridock.layout.shape import (
 
 Attention = Literal["fused", "unfused"]
 _TOKEN_BYTES: Final = 8  # int64
+AFTER_FORWARD: Final = ("logits and loss", "backward pass")
+"""Terms of tensors that come after the forward passes of all layers."""
 LOSS_BYTES: Final = 4  # the loss is computed in fp32
 LOSS_CHUNK_BYTES: Final = 1 << 25
 """Logits that are in fp32 at a time where the loss is computed in chunks: the size of a GPU's cache."""

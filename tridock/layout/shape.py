@@ -68,7 +68,7 @@ class States:
     gathered: int = 0
     """Weights that are gathered for a part of the step."""
     workspace: int = 0
-    """Temporary buffers of the optimizer step, when the activations are freed."""
+    """Temporary buffers of the end of the backward passes or of the optimizer step, when the activations are freed."""
     startup: int = 0
     """The rank's peak before its first step, while weights, gradients and optimizer states are created."""
     offloaded: int = 0
@@ -81,6 +81,8 @@ class States:
     """Weights and optimizer states on NVMe."""
     swap_buffers: int = 0
     """Further bytes on NVMe: gradients of the optimizer's step."""
+    prefetch: int = 0
+    """A buffer of weights gathered together, beside them until the last one is used in the forward pass."""
 
     @property
     def persistent(self) -> int:

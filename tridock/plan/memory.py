@@ -40,7 +40,7 @@ from typing import Final, Literal
 from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
-from tridock.layout.activations import Attention
+from tridock.layout.activations import AFTER_FORWARD, Attention
 from tridock.layout.shape import (
     OVERLAP,
     Device,
@@ -187,8 +187,11 @@ def _temporary(
     )
     yield from terms
     yield Term("gathered weights", states.gathered, "ZeRO 3: 1e9 and a tensor; FSDP2: embeddings and last norm")
+    later = sum(term.bytes for term in terms if term.name in AFTER_FORWARD)
+    beside = max(0, states.prefetch - later)
+    yield Term("prefetched weights", beside, "ZeRO 3: stage3_prefetch_bucket_size and a tensor, in the forward pass")
     yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")
-    backward = total_bytes(terms) + states.gathered + states.bucket
+    backward = total_bytes(terms) + states.gathered + beside + states.bucket
     engine, activations = engine_of(experiment), total_bytes(terms)
     accumulated = engine.accumulated_gradients(experiment, stage, shape, states, device, activations)
     yield Term("gradients of a step", accumulated, "from the first backward pass to the optimizer's step")

@@ -10,7 +10,6 @@ ATTENTION = "the CPU's attention works in fp32 in its backward pass where it has
 HIDDEN = "a few hidden states more or less, of which a stage of two narrow layers has few"
 LAST = "the gradients of layers whose backward pass is yet to come are not there, and weigh as much as activations"
 ROUTED = "the step's fullest micro-batch sends this rank's experts more tokens than the mean, which the plan counts"
-GATHERED = "weights that are gathered once more for the layer that is computed again"
 KNOWN = {
     "megatron-core-tp2-sp-ep2-mixtral": (0.035, ROUTED),
     "megatron-deepspeed-pp2-zero0-fp32": (0.055, HIDDEN),
@@ -25,7 +24,6 @@ KNOWN = {
     "torch-tp2-pp2-bf16-larger": (0.045, HIDDEN),
     "torch-pp2-fsdp2-bf16-larger": (0.045, HIDDEN),
     "torch-pp2-fsdp2-bf16-wide": (0.04, HIDDEN),
-    "torch-zero3-fp32-released-checkpointed-4": (0.035, GATHERED),
     "torch-tp2-bf16-qwen": (0.035, HIDDEN),
 }
 

@@ -108,6 +108,9 @@ class _Megatron(Weights):
         weight = self._stored.read(name)
         return weight[: self._tokens] if name == TOKEN_TABLE else weight
 
+    def close(self) -> None:
+        del self._stored
+
 
 def _expected_shapes(model: Model, tokens: int) -> dict[str, tuple[int, ...]]:
     weights = weights_on_meta(model, tokens)

@@ -98,6 +98,8 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
             strategy = build_strategy(model, experiment, ranks, run_folder)
         else:
             strategy = MeshStrategy(model, experiment, ranks, mesh)
+        if weights is not None:
+            weights.close()
     seed = experiment.train.seed + 100 * stage
     zero = f" stage {experiment.parallel.zero_stage}" if experiment.parallel.strategy == "zero" else ""
     return Parts(

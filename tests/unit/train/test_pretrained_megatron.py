@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import types
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from tests.unit.train.test_huggingface import GPT2, LLAMA, TOKENS
-from tests.unit.train.test_pretrained import assert_equal, gpt_of, loaded, part
+from tests.unit.train.test_pretrained import assert_equal, gpt_of, loaded, loading, part
 from tridock.contracts.pretrained import StoredWeights
 from tridock.errors import RequestError
 from tridock.node.probes.pretrained import stored_weights
 from tridock.train.models.gpt import GPT
+from tridock.train.pretrained import pretrained_weights
 
 FIELDS = {**GPT2, "activation_func": "gelu"}
 ROWS = 64
@@ -190,6 +192,18 @@ def test_weights_are_joined_from_all_tensor_parallel_ranks(tmp_path: Path, write
     assert (found.fields.items() >= heads.items()) == has_args
 
 
+@pytest.mark.parametrize("writer", ["torch before 1.6", "ZeRO 3"])
+def test_nothing_is_kept_once_the_model_has_its_weights(tmp_path: Path, writer: str) -> None:
+    folder = WRITERS[writer](tmp_path / "ck", gpt_of(FIELDS))
+    weights = pretrained_weights(loading(folder, FIELDS, "megatron"), Path("/"), TOKENS)
+    assert weights is not None
+    items = weights.items  # what the model keeps
+    left = weakref.ref(items.__self__._stored)  # type: ignore[attr-defined]
+    assert len(dict(items())) == 28
+    weights.close()
+    assert left() is None
+
+
 def test_without_zero_the_weights_have_the_precision_of_the_training(tmp_path: Path) -> None:
     gpt = gpt_of(FIELDS)
     found = megatron(with_deepspeed(tmp_path / "ck", gpt, 0))
@@ -233,9 +247,6 @@ def test_fields_that_differ_are_named_with_their_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "fits"), [(31, False), (33, True), (64, True), (65, False)])
 def test_a_vocabulary_must_be_the_token_table_without_its_padding(tmp_path: Path, tokens: int, fits: bool) -> None:
-    from tests.unit.train.test_pretrained import loading
-    from tridock.train.pretrained import pretrained_weights
-
     folder = plain(tmp_path / "ck", gpt_of(FIELDS))
     experiment = loading(folder, {**FIELDS, "vocab_size": None}, "megatron")
     if fits:

@@ -97,6 +97,10 @@ class Weights(ABC):
     def items(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.read(name)) for name in self.names)
 
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of files and tensors: nothing is read after that."""
+
     def __deepcopy__(self, memo: object) -> "Weights":
         return self  # nothing in it changes
 
@@ -134,6 +138,9 @@ class Pretrained(Weights):
         if name not in self._stored.names:
             raise RequestError(Problem(str(self.folder), "lacks a weight", target, "download the complete model"))
         return name
+
+    def close(self) -> None:
+        del self._stored
 
     def renamed(self, target: str) -> str:
         """Returns the name that a weight of transformers' model has here, if it is there."""

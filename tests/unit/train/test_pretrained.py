@@ -48,7 +48,13 @@ def names_and_weights(gpt: GPT) -> dict[str, Tensor]:
 
 
 def zero_checkpoint(
-    folder: Path, weights: Mapping[str, Tensor], stage: int, ranks: int = 2, frozen: tuple[str, ...] = (), **more: Any
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    stage: int,
+    ranks: int = 2,
+    frozen: tuple[str, ...] = (),
+    names_stage: bool = True,
+    **more: Any,
 ) -> Path:
     """Writes what DeepSpeed 0.19 writes of a model with these weights (fp32 ones and, in the model, bf16)."""
     checkpoint = folder / "global_step7"
@@ -81,7 +87,8 @@ def zero_checkpoint(
         if stage:
             flats = [flat_of(group, stage, rank, ranks) for group in groups]
             key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-            optimizer = {"zero_stage": stage, "partition_count": ranks if stage == 3 else [ranks] * 2, key: flats}
+            optimizer = {"partition_count": ranks if stage == 3 else [ranks] * 2, key: flats}
+            optimizer |= {"zero_stage": stage} if names_stage else {}
             file = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": optimizer}, checkpoint / file)
     return folder
@@ -129,6 +136,14 @@ def test_fp32_weights_come_from_the_partitions_of_all_ranks(tmp_path: Path, kind
     assert_equal(loaded(folder / "global_step7", KINDS[kind]), gpt)
     parameters = model_parameters(gpt.shape.model, TOKENS)
     assert stored_weights("deepspeed", folder).parameters == parameters
+
+
+def test_deepspeeds_bf16_optimizer_names_no_stage(tmp_path: Path) -> None:
+    gpt = gpt_of(LLAMA)
+    folder = zero_checkpoint(tmp_path / "ck", names_and_weights(gpt), 1, ranks=3, names_stage=False)
+    assert_equal(loaded(folder, LLAMA), gpt)
+    (folder / "global_step7/zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    assert "; got 2 of 3 *_optim_states.pt; " in refusal(folder, LLAMA)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

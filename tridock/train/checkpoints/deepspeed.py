@@ -26,6 +26,7 @@ from tridock.train.checkpoints.zero_reshard import gather_slice
 TODO: Final = "convert the checkpoint where you trust it (zero_to_fp32.py), or copy it again"
 
 
+_BF16_VECTORS: Final = "single_partition_of_fp32_groups"
 _OF_CLIENTS: Final = ("args", "checkpoint_version")
 
 
@@ -80,7 +81,7 @@ class DeepSpeedWeights:
             for change in quiet:
                 changes.enter_context(change)
             models = zero_to_fp32.parse_model_states(files.models)
-            stage, ranks, flats, paddings = zero_to_fp32.parse_optim_states(files.optimizers, str(self.folder))
+            stage, ranks, flats, paddings = self._partitions(files, zero_to_fp32)
             found: dict[str, Any] = {}
             if stage <= 2:
                 places = [[flat.to("meta") for flat in rank] for rank in flats]
@@ -96,6 +97,21 @@ class DeepSpeedWeights:
             for name, shape in (models[0].frozen_param_shapes or {}).items():
                 fragments = [model.frozen_param_fragments[name] for model in models]
                 self._add(name, shape, partial(_joined, fragments, shape))
+
+    def _partitions(self, files: StateFiles, zero_to_fp32: Any) -> tuple[int, int, list[Any], Any]:
+        """Returns ZeRO's stage, the number of ranks, their flat fp32 vectors, and paddings between weights.
+
+        DeepSpeed's bf16 optimizer (ZeRO 1 with fp32 gradients) names no stage; its vectors are those of ZeRO 1.
+        """
+        first = torch.load(files.optimizers[0], map_location="cpu", weights_only=True)["optimizer_state_dict"]
+        if zero_to_fp32.ZERO_STAGE in first or _BF16_VECTORS not in first:
+            found: tuple[int, int, list[Any], Any] = zero_to_fp32.parse_optim_states(files.optimizers, str(self.folder))
+            return found
+        states = [torch.load(file, map_location="cpu", weights_only=True) for file in files.optimizers]
+        flats = [state["optimizer_state_dict"][_BF16_VECTORS] for state in states]
+        if (ranks := max(first["partition_count"])) != len(flats):
+            raise ValueError(f"{len(flats)} of {ranks} *_optim_states.pt")
+        return 1, ranks, flats, None
 
     def _same_tensors(self) -> dict[str, str]:
         """Names of the model's own weights that share a tensor with an earlier one."""

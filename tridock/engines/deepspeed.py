@@ -136,8 +136,10 @@ def _on_device(experiment: Experiment, weights: Parameters, shape: Shape) -> Sta
         startup = short * count + 8 * owned  # the master weights, and their gradients
         # The token table's gradient is the last of a backward pass. Of a table that is also the output layer there are
         # two and their sum. A pipeline reduces gradients after its backward passes.
+        # Stage 1 counts one of them already, unless earlier micro-batches have one too.
         piped = experiment.parallel.pipeline_model_parallel_size > 1
-        tables = short * weights.embedding * (0 if piped else 1 if weights.head else 3)
+        made = (1 if weights.head else 3) - (stage == 1 and shape.accumulation == 1)
+        tables = 0 if piped else short * weights.embedding * made
         # By then a full bucket's gradients lie where they stay, besides their own tensors or those of micro-batches
         # before.
         stays = count - weights.embedding > elements and (stage == 1 or shape.accumulation > 1) and replicas > 1

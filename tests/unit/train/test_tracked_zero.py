@@ -50,9 +50,11 @@ LAYOUTS = [
       for stage in range(4) for note, fields in (("fp32", FP32), ("recomputed", AGAIN), ("Llama", LLAMA))),
     *(zero(stage, 8, steps, "small buckets", nth=nth, **SMALL)
       for stage, nth in ((1, 0), (2, 3), (3, 0)) for steps in (1, 2)),
-    *(zero(stage, 64, steps, f"small buckets, {note}", 20, fields=TABLE | fields, **SMALL)
-      for stage in (1, 2, 3) for steps in (1, 2) for note, fields in (("large table", {}), ("two tables", UNTIED))),
-    *(zero(stage, 64, 2, "large table", 20, fields=TABLE) for stage in (1, 2, 3)),
+    *(zero(stage, ranks, steps, f"small buckets, {note}", nth, fields=TABLE | fields, **SMALL)
+      for stage, ranks, nth in ((1, 64, 20), (2, 64, 20), (3, 8, 0)) for steps in (1, 2)
+      for note, fields in (("large table", {}), ("two tables", UNTIED))),
+    *(zero(stage, ranks, 2, "large table", nth, fields=TABLE)
+      for stage, ranks, nth in ((1, 64, 20), (2, 64, 20), (3, 8, 0))),
     *(zero(3, 8, 2, f"{kind} {gathered} of 100 million, {prefetched} together", fields=DEEP | fields,
            **live(prefetched, gathered))
       for kind, fields in (("kept", {}), ("recomputed", AGAIN)) for prefetched, gathered in ((1, 20), (10, 40))),

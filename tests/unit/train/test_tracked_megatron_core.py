@@ -60,6 +60,7 @@ FUSED = {
 """torch.compile makes one kernel of each on a GPU."""
 
 LAYOUTS = [
+    core("TP2 2", 0, 1, "sequence, two layers", fields=SEQUENCE | {"model.num_layers": 2}),
     *(core(name, note=note, fields=fields)
       for name in ("2", "512") for note, fields in (("", {}), ("distributed", DISTRIBUTED))),
     *(core("8", note=note, fields=fields) for note, fields in
@@ -73,7 +74,7 @@ LAYOUTS = [
     *(core("TP4 PP4 512", stage, 8, "sequence distributed", fields=SEQUENCE | DISTRIBUTED) for stage in (0, 1, 3)),
     core("TP2 CP2 8", note="sequence distributed", fields=SEQUENCE | DISTRIBUTED),
 ]  # fmt: skip
-OF_EVERY_EDIT = ("ddp TP2 2 stage 0 2 micro-batches megatron-core sequence",)
+OF_EVERY_EDIT = ("ddp TP2 2 stage 0 1 micro-batches megatron-core sequence, two layers",)
 
 
 def peak_of_step(layout: Layout) -> float:

@@ -44,6 +44,7 @@ def live(prefetched: int, gathered: int) -> dict[str, int]:
 
 
 LAYOUTS = [
+    zero(3, 2, 1, "two layers", fields={"model.num_layers": 2}),
     *(zero(stage, ranks, steps) for stage in range(4) for ranks, steps in ((2, 2), (8, 1))),
     *(zero(stage, 512 if stage < 3 else 64) for stage in range(4)),
     *(zero(stage, 8, note=note, fields=fields)
@@ -59,7 +60,7 @@ LAYOUTS = [
            **live(prefetched, gathered))
       for kind, fields in (("kept", {}), ("recomputed", AGAIN)) for prefetched, gathered in ((1, 20), (10, 40))),
 ]  # fmt: skip
-OF_EVERY_EDIT = ("zero 8 stage 0 2 micro-batches ZeRO-3 Llama",)
+OF_EVERY_EDIT = ("zero 2 stage 0 1 micro-batches ZeRO-3 two layers",)
 
 
 def peak_of_step(layout: Layout) -> float:

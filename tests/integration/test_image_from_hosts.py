@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(SSHD is None, reason="no sshd on this machine")
 
 HOSTS = ("host-a", "host-b", "host-c")
 PIECE = 60_000
-STOCK = Inventory((), "", {}, None, None)
+STOCK = Inventory({}, "", {}, None, None)
 # The engine of the host whose folder it runs in.
 DOCKER = '#!/bin/sh\ncat >"${PWD%/*/*}/loaded"\n'
 
@@ -77,7 +77,7 @@ class Lab:
                 self.session,
                 deliveries,
                 dict.fromkeys(deliveries, whole),
-                ("sha256:1",),
+                dict.fromkeys(deliveries, ("sha256:1",)),
                 begin,
                 self.notes.append,
                 lambda node, _: self.arrived.append(node),

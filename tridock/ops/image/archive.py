@@ -5,10 +5,10 @@ import io
 import json
 import tarfile
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, starmap, takewhile
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import zstandard
 
@@ -34,6 +34,14 @@ def shared_layers(diff_ids: Sequence[str], images: Iterable[Sequence[str]]) -> i
     )
 
 
+class Blob(NamedTuple):
+    """A layer as a manifest names it."""
+
+    mediaType: str  # noqa: N815 (the manifest's key)
+    size: int
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class ImageParts:
     """An image's configuration, its manifest, and the folder with the compressed layers, each named by its digest."""
@@ -55,6 +63,12 @@ class ImageParts:
     def unpacked_size(self, present: int) -> int:
         """Returns the approximate bytes of the layers on a host's disk, without the first ``present``."""
         return sum(_unpacked_size(self.folder / digest) for digest in self.layers[present:])
+
+    def with_blobs(self, blobs: Sequence[Blob]) -> "ImageParts":
+        """Returns the same image for a host whose store has these blobs as its leading layers."""
+        manifest = json.loads(self.manifest)
+        manifest["layers"][: len(blobs)] = [blob._asdict() for blob in blobs]
+        return replace(self, manifest=json.dumps(manifest, separators=(",", ":")).encode())
 
     def archive(self, image: str, present: int, inline: int) -> "Archive":
         """Returns an archive that `docker load` turns into ``image`` on an engine with the first ``present`` layers.
@@ -93,7 +107,7 @@ class ImageParts:
                 parts += [between + _header(_path(digest), size), *pieces_of(self.folder / digest)]
                 between = bytes(-size % tarfile.BLOCKSIZE)
         parts.append(between + bytes(2 * tarfile.BLOCKSIZE))
-        return Archive(tuple(parts), len(small_layers))
+        return Archive(tuple(parts), len(small_layers), self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +151,7 @@ class Archive:
 
     parts: tuple[bytes | Piece, ...]
     inline_layers: int
+    manifest: bytes = b""
 
     @property
     def files(self) -> dict[str, bytes | Piece]:

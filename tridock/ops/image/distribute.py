@@ -31,14 +31,19 @@ class Distribution:
         session: Session,
         deliveries: Mapping[str, Delivery],
         archives: Mapping[str, Archive],
-        ids: Iterable[str],
+        ids: Mapping[str, Iterable[str]],
         bars: Bars,
         note: Callable[[str], object],
         arrived: Callable[[str, Archive], object],
     ) -> None:
-        """``ids``: the image's ids, which the hosts record. ``arrived`` is called with each node that has the image."""
+        """``ids``: by node, the image's ids, which the host records.
+
+        ``arrived`` is called with each node that has the image.
+        """
         self.session, self.deliveries, self.archives = session, deliveries, archives
-        self.ids, self.bars, self.note, self.arrived = tuple(ids), bars, note, arrived
+        self.ids, self.bars, self.note, self.arrived = ids, bars, note, arrived
+        self.incomplete: dict[str, str] = {}
+        """The nodes whose hosts need the whole image, and why."""
         self.sent: Counter[str] = Counter()
         """Bytes sent, by source."""
         self._cap = session.cluster.settings.ssh.max_connections
@@ -51,16 +56,17 @@ class Distribution:
         self._piece_servers: Mapping[str, PieceServer] = {}
         self._schedule = Schedule({}, {}, (), 0)
         self._alone = False
+        self._inventories: Mapping[str, Inventory] = {}
 
     def run(self, parts: ImageParts, present: Mapping[str, int], inventories: Mapping[str, Inventory]) -> None:
         """``present``: the number of leading layers on each host. Raises :class:`ClusterError` with all failures."""
+        self._inventories = inventories
 
         def begin(node: str, _host: object) -> set[str]:
             delivery, archive = self.deliveries[node], self.archives[node]
             there = delivery.begin(archive, parts.unpacked_size(present[node]), inventories[node])
             if not archive.pieces:
-                delivery.load(self.ids, clear=True)
-                self.arrived(node, archive)
+                self._load_on(node, clear=True)
             return there
 
         hosts = {node: self.session.hosts[node] for node in self.deliveries}
@@ -163,16 +169,23 @@ class Distribution:
         if node in self._left and set(self.archives[node].pieces) <= self._schedule.has[node]:
             self._load(node)
 
+    def _load_on(self, node: str, *, clear: bool) -> None:
+        archive = self.archives[node]
+        reason = self.deliveries[node].load(archive, self.ids[node], self._inventories[node], clear=clear)
+        if reason:
+            self.incomplete[node] = reason
+        else:
+            self.arrived(node, archive)
+
     def _load(self, node: str) -> None:
         delivery = self.deliveries[node]
 
         def load() -> Callable[[], object]:
             try:
-                delivery.load(self.ids, clear=False)
+                self._load_on(node, clear=False)
             except ClusterError:
                 delivery.clear()
                 raise
-            self.arrived(node, self.archives[node])
             return lambda: self._left.discard(node)
 
         self._start(node, load)

@@ -3,13 +3,14 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tridock.cluster.transports import SshTransport
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem, count
 from tridock.ops.hosts.session import Session
-from tridock.ops.image.archive import Archive, ImageParts
+from tridock.ops.image.archive import Archive, ImageParts, digest_of
 from tridock.ops.image.distribute import Distribution, inline_bytes
 from tridock.ops.image.export import export_image, not_written
 from tridock.ops.image.registries import base_of, pull, through_registry
@@ -39,16 +40,25 @@ def distribute(session: Session, image_id: str, nodes: tuple[str, ...], folder: 
     deliveries = {node: Delivery(node, session.hosts[node], *paths[node]) for node in nodes}
 
     def ask(nodes: tuple[str, ...]) -> dict[str, Inventory]:
-        return session.each(lambda node, _: deliveries[node].inventory(), only=nodes)
+        return session.each(lambda node, _: deliveries[node].inventory(diff_ids), only=nodes)
 
     inventories = ask(nodes)
+    if pulled := _pull_base(session, diff_ids, inventories):
+        inventories |= ask(pulled)
+    _note_refusals(inventories)
+    parts, incomplete = _send(session, diff_ids, deliveries, inventories, folder, image_id)
+    if incomplete:
+        again = {node: replace(inventories[node].whole(reason), files={}) for node, reason in incomplete.items()}
+        _note_refusals(again)
+        inventories |= again
+        parts, _ = _send(session, diff_ids, {node: deliveries[node] for node in again}, again, folder, image_id)
+    return parts.layers if any(inventory.layers_refused for inventory in inventories.values()) else ()
+
+
+def _note_refusals(inventories: Mapping[str, Inventory]) -> None:
     for node, inventory in inventories.items():
         if inventory.layers_refused:
             _note(f"{node}: gets the whole image, not only the layers that it lacks: {inventory.layers_refused}")
-    if pulled := _pull_base(session, diff_ids, inventories):
-        inventories |= ask(pulled)
-    parts = _send(session, diff_ids, deliveries, inventories, folder, image_id)
-    return parts.layers if any(inventory.layers_refused for inventory in inventories.values()) else ()
 
 
 def _pull_base(session: Session, diff_ids: Sequence[str], inventories: Mapping[str, Inventory]) -> tuple[str, ...]:
@@ -87,8 +97,11 @@ def _send(
     inventories: Mapping[str, Inventory],
     folder: Path,
     image_id: str,
-) -> ImageParts:
-    """Exports the layers that any host lacks, and sends them to all hosts."""
+) -> tuple[ImageParts, dict[str, str]]:
+    """Exports the layers that any host lacks, and sends them to all hosts.
+
+    Returns also the nodes whose image store could not complete the image, and why.
+    """
     image = session.cluster.settings.image
     present = {node: inventory.present_layers(diff_ids) for node, inventory in inventories.items()}
     with bars(quiet=session.quiet) as begin:
@@ -106,15 +119,21 @@ def _send(
                 print(f"{node}: got {layers} of the image, {archive.size / 1e6:,.1f} MB")
 
         inline = inline_bytes(len(deliveries))
-        kinds = {behind: parts.archive(image, behind, inline) for behind in set(present.values())}
-        archives = {node: kinds[behind] for node, behind in present.items()}
-        ids = *parts.ids, image_id
+        made: dict[tuple[object, ...], Archive] = {}
+        archives: dict[str, Archive] = {}
+        for node, inventory in inventories.items():
+            kind = present[node], inventory.containerd, inventory.blobs
+            if kind not in made:
+                own = parts.with_blobs(inventory.blobs) if inventory.containerd else parts
+                made[kind] = own.archive(image, present[node], inline)
+            archives[node] = made[kind]
+        ids = {node: (parts.ids[0], digest_of(archive.manifest), image_id) for node, archive in archives.items()}
         distribution = Distribution(session, deliveries, archives, ids, begin, _note, arrived)
         distribution.run(parts, present, inventories)
     if (between := distribution.from_hosts()) and not session.quiet:
         here = distribution.sent[OPERATOR] / 1e6
         print(f"{here:,.1f} MB of layers went out from here, {between / 1e6:,.1f} MB from host to host")
-    return parts
+    return parts, distribution.incomplete
 
 
 def _note(text: str) -> None:

@@ -1,18 +1,20 @@
 """Brings an image to a host: inventory, free space, transfer, `docker load`."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
-from tridock.ops.image.archive import Archive, Piece, shared_layers
+from tridock.ops.image.archive import Archive, Blob, Piece, digest_of, shared_layers
+from tridock.ops.image.blobs import JSON_LIMIT, blobs_of, closest, parse_saved
 from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
 _CONTAINERD = "io.containerd.snapshotter"
 _FIRST_WITH_ZSTD = 23
 """Docker's release; podman, which reports its own as a stand-in for Docker, has lower ones."""
+_FIRST_THAT_CHECKS = 28
 _INVENTORY = r"""
 mkdir -p -- "$1" && cd -- "$1" || exit 1
 printf 'folder %s\n' "$(df -Pk . | tail -n 1)"
@@ -24,8 +26,27 @@ for file in *; do
   if [ -f "$file" ]; then printf 'file %s %s\n' "$(wc -c <"$file" 2>/dev/null || echo 0)" "$file"; fi
 done
 images=$(docker image ls --all --quiet --no-trunc | sort -u)
-if [ -n "$images" ]; then docker image inspect --format 'layers {{json .RootFS.Layers}}' $images 2>/dev/null; fi
+if [ -n "$images" ]; then docker image inspect --format 'layers {{.Id}} {{json .RootFS.Layers}}' $images 2>/dev/null; fi
+for file in "$2"/*; do
+  [ -f "$file" ] || continue
+  id=${file##*/}
+  case $images in
+    *"$id"*) printf 'manifest sha256:%s %s\n' "$id" "$(cat -- "$file")";;
+    *) rm -f -- "$file";;
+  esac
+done
 exit 0
+"""
+
+# One line for each file of `docker save`; documents with their content. The layers go no further than this host.
+_LIST_SAVED = r"""
+export LIMIT=$2
+docker save "$1" | tar -x -f - --to-command='
+  if [ "$TAR_SIZE" -le "$LIMIT" ] && [ "$(dd bs=1 count=1 2>/dev/null)" = "{" ]; then
+    printf "json %s %s %s\n" "$TAR_FILENAME" "$TAR_SIZE" "$({ printf "{"; cat; } | base64 -w 0)"
+  else
+    cat >/dev/null; printf "blob %s %s\n" "$TAR_FILENAME" "$TAR_SIZE"
+  fi'
 """
 
 # To the reader a lost connection looks like the end of the input; the size distinguishes them.
@@ -48,13 +69,33 @@ mv -f -- "$part" "$name"
 # Files that an interrupted command left and this image does not use.
 _TIDY = r"""
 cd -- "$1" || exit 1
-for file in *; do grep -qxF -- "$file" order || [ "$file" = order ] || rm -rf -- "$file"; done
+for file in *; do grep -qxF -- "$file" order || [ "$file" = order ] || [ "$file" = manifest ] || rm -rf -- "$file"; done
 """
 
 _LOAD = r"""
 set -eu; cd -- "$1"
 [ -z "$4" ] || trap 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true' EXIT
 while read -r name; do cat -- "$name"; done <order | docker load --quiet >/dev/null
+printf '%s\n' "$3" >>"$2"
+"""
+
+# `docker load` accepts an archive whose layers are neither in it nor in the store. Docker 28 and later check that with
+# --platform; older ones do not list such an image. A container that never starts shows that the layers are unpacked.
+_LOAD_BLOBS = r"""
+set -eu; cd -- "$1"; id=$5 source=$6 check=$7 manifests=$8
+[ -z "$4" ] || trap 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true' EXIT
+platform=
+if [ -n "$source" ]; then
+  docker image inspect "$source" >/dev/null 2>&1 || { echo "the image with the other layers is gone" >&2; exit 1; }
+  [ -z "$check" ] || platform=--platform=$(docker version --format '{{.Server.Os}}/{{.Server.Arch}}')
+fi
+while read -r name; do cat -- "$name"; done <order | docker load --quiet $platform >/dev/null
+docker image ls --all --quiet --no-trunc | grep -qxF -- "$id" || { echo "layers of the image are missing" >&2; exit 1; }
+test=tridock-load-${id#sha256:}
+docker rm --force "$test" >/dev/null 2>&1 || true
+docker create --pull never --name "$test" "$id" true >/dev/null
+docker rm "$test" >/dev/null
+mkdir -p -- "$manifests"; cp -- manifest "$manifests/${id#sha256:}"
 printf '%s\n' "$3" >>"$2"
 """
 
@@ -65,7 +106,7 @@ _CLEAR = 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true'
 class Inventory:
     """A host's inventory: the layers of each image, files of an interrupted command, and free bytes by file system."""
 
-    images: tuple[tuple[str, ...], ...]
+    images: Mapping[str, tuple[str, ...]]
     layers_refused: str
     """Why the host takes whole images only; empty if it takes single layers."""
     files: dict[str, int]
@@ -73,10 +114,26 @@ class Inventory:
     root: tuple[str, int] | None
     zstd: bool = False
     """Whether its Docker can load zstd-compressed layers."""
+    containerd: bool = False
+    """Whether its Docker uses containerd's image store."""
+    checks_load: bool = False
+    """Whether its Docker can check that a loaded image is complete."""
+    manifests: Mapping[str, bytes] = field(default_factory=dict)
+    """The manifests of images that it was sent, by id; only with containerd's image store."""
+    source: str = ""
+    """The image in containerd's image store that has ``blobs``."""
+    blobs: tuple[Blob, ...] = ()
+    """The leading layers that are in containerd's image store."""
 
     def present_layers(self, diff_ids: Sequence[str]) -> int:
         """Returns how many leading layers need not be sent."""
-        return 0 if self.layers_refused else shared_layers(diff_ids, self.images)
+        if self.layers_refused:
+            return 0
+        return len(self.blobs) if self.containerd else shared_layers(diff_ids, self.images.values())
+
+    def whole(self, reason: str) -> "Inventory":
+        """Returns the inventory of a host that takes only the whole image."""
+        return replace(self, layers_refused=reason, source="", blobs=())
 
 
 def parse_inventory(text: str) -> Inventory:
@@ -84,25 +141,25 @@ def parse_inventory(text: str) -> Inventory:
     lines = [line.partition(" ")[::2] for line in text.splitlines()]
     fields = dict(lines)
     files = (value.split(" ", 1) for name, value in lines if name == "file")
+    images = (value.split(" ", 1) for name, value in lines if name == "layers")
+    manifests = (value.split(" ", 1) for name, value in lines if name == "manifest")
+    store, release = fields.get("store", ""), _release(fields.get("version", ""))
     return Inventory(
-        images=tuple(tuple(json.loads(value)) for name, value in lines if name == "layers" and value != "null"),
-        layers_refused=_layers_refused(fields.get("store", "")),
+        images={image: tuple(json.loads(layers)) for image, layers in images if layers != "null"},
+        layers_refused="" if store else "its docker info names no storage driver",
         files={name: int(size) for size, name in files},
         folder=_space(fields.get("folder", "")),
         root=_space(fields.get("root", "")),
-        zstd=_takes_zstd(fields.get("version", "")),
+        zstd=release >= _FIRST_WITH_ZSTD,
+        containerd=_CONTAINERD in store,
+        checks_load=release >= _FIRST_THAT_CHECKS,
+        manifests={id_: text.encode() for id_, text in manifests if digest_of(text.encode()) == id_},
     )
 
 
-def _layers_refused(store: str) -> str:
-    if _CONTAINERD in store:
-        return "its Docker uses containerd's image store"
-    return "" if store else "its docker info names no storage driver"
-
-
-def _takes_zstd(version: str) -> bool:
+def _release(version: str) -> int:
     major = version.partition(".")[0]
-    return major.isdecimal() and int(major) >= _FIRST_WITH_ZSTD
+    return int(major) if major.isdecimal() else 0
 
 
 def _space(line: str) -> tuple[str, int] | None:
@@ -120,9 +177,32 @@ class Delivery:
     folder: str
     notes: str
 
-    def inventory(self) -> Inventory:
-        done = self.host.run(Command.of("sh", "-c", _INVENTORY, "inventory", self.folder), timeout=_TIMEOUT_S)
-        return parse_inventory(replace(done, command=f"look into {self.folder}").checked(self.node).stdout.decode())
+    @property
+    def manifests(self) -> str:
+        """The folder on the host for the manifests of images in containerd's image store."""
+        return f"{self.notes}.manifests"
+
+    def inventory(self, diff_ids: Sequence[str] = ()) -> Inventory:
+        """Returns the host's inventory; with containerd's image store, which blobs of these layers it has."""
+        script = Command.of("sh", "-c", _INVENTORY, "inventory", self.folder, self.manifests)
+        done = self.host.run(script, timeout=_TIMEOUT_S)
+        text = replace(done, command=f"look into {self.folder}").checked(self.node).stdout.decode()
+        inventory = parse_inventory(text)
+        source = closest(diff_ids, inventory.images, inventory.manifests)
+        if not inventory.containerd or not source.shared:
+            return inventory
+        manifest = inventory.manifests.get(source.image)
+        blobs = blobs_of(manifest) if manifest else self._saved_blobs(source.image, inventory.images[source.image])
+        if isinstance(blobs, str):
+            return inventory.whole(f"docker save {source.image} tells none of its layers there: {blobs}")
+        return replace(inventory, source=source.image, blobs=blobs[: source.shared])
+
+    def _saved_blobs(self, image: str, diff_ids: Sequence[str]) -> tuple[Blob, ...] | str:
+        """Returns the blobs of an image that somebody else brought to the host, or why they are unknown."""
+        done = self.host.run(Command.of("sh", "-c", _LIST_SAVED, "list", image, str(JSON_LIMIT)))
+        if done.exit_code:
+            return _last_line(done.stderr) or f"exit code {done.exit_code}"
+        return parse_saved(done.stdout.decode(), diff_ids) or "it is not complete"
 
     def begin(self, archive: Archive, unpacked: int, inventory: Inventory) -> set[str]:
         """Sends everything outside the pieces, if there is space for all. Returns the pieces that are already there.
@@ -133,7 +213,10 @@ class Delivery:
         missing = archive.size - sum(archive.pieces[name].size for name in there)
         self._refuse_small_disks(missing, archive.size + unpacked, inventory)
         order = "".join(f"{name}\n" for name in archive.files).encode()
-        self.host.put_tree({**archive.inline, "order": order}, self.folder, mode=0o600)
+        files = {**archive.inline, "order": order}
+        if inventory.containerd:
+            files["manifest"] = archive.manifest
+        self.host.put_tree(files, self.folder, mode=0o600)
         if inventory.files:
             self._do("remove the files of an interrupted command", _TIDY)
         return there
@@ -147,12 +230,24 @@ class Delivery:
     def fetch(self, piece: Piece, sha256: str, command: Sequence[str]) -> str | None:
         """Makes the host fetch a piece with a command that takes its name. Returns why it failed, or None."""
         done = self.host.run(Command.of("sh", "-c", _FETCH, "fetch", self.folder, piece.name, sha256, *command))
-        text = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].strip()
-        return None if done.exit_code == 0 else text or f"exit code {done.exit_code}"
+        return None if done.exit_code == 0 else _last_line(done.stderr) or f"exit code {done.exit_code}"
 
-    def load(self, ids: Iterable[str], *, clear: bool) -> None:
-        """Loads the image, which has these ``ids``; ``clear`` removes the folder even if the load fails."""
-        self._do("docker load --quiet", _LOAD, self.notes, " ".join(dict.fromkeys(ids)), "clear" if clear else "")
+    def load(self, archive: Archive, ids: Iterable[str], inventory: Inventory, *, clear: bool) -> str:
+        """Loads the image, which has these ``ids``; ``clear`` removes the folder even if the load fails.
+
+        Returns why containerd's image store cannot complete an archive that lacks layers, else an empty string.
+        """
+        arguments = self.notes, " ".join(dict.fromkeys(ids)), "clear" if clear else ""
+        if not inventory.containerd:
+            self._do("docker load --quiet", _LOAD, *arguments)
+            return ""
+        image, check = digest_of(archive.manifest), "check" if inventory.checks_load else ""
+        script = "sh", "-c", _LOAD_BLOBS, "load", self.folder, *arguments, image, inventory.source, check
+        done = self.host.run(Command.of(*script, self.manifests))
+        if done.exit_code and inventory.blobs:
+            return _last_line(done.stderr) or f"exit code {done.exit_code}"
+        replace(done, command="docker load --quiet").checked(self.node)
+        return ""
 
     def clear(self) -> None:
         """Removes the folder."""
@@ -183,3 +278,7 @@ class Delivery:
         ]
         if problems:
             raise ClusterError(problems)
+
+
+def _last_line(stderr: bytes) -> str:
+    return stderr.decode(errors="replace").strip().rpartition("\n")[2].strip()

@@ -15,10 +15,10 @@ from tridock.ops.image.transfer import Inventory
 
 LAYERS = ("a", "b", "c")
 STOCKS = {
-    "empty": Inventory((), "", {}, None, None),
-    "part": Inventory((("a",),), "", {}, None, None),
-    "based": Inventory((("a", "b", "x"),), "", {}, None, None),
-    "whole": Inventory((), "its Docker uses containerd's image store", {}, None, None),
+    "empty": Inventory({}, "", {}, None, None),
+    "part": Inventory({"1": ("a",)}, "", {}, None, None),
+    "based": Inventory({"1": ("a", "b", "x")}, "", {}, None, None),
+    "whole": Inventory({}, "its docker info names no storage driver", {}, None, None),
 }
 
 

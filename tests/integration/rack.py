@@ -239,7 +239,7 @@ class Rack:
         self.add("host-a", "host-b")
         self.write_ssh_config()
 
-    def add(self, *names: str) -> None:
+    def add(self, *names: str, image: str = HOST_IMAGE) -> None:
         """Starts more hosts; the operator's ssh configuration does not know them yet."""
         public = (self.folder / "id.pub").read_text().strip()
         for name in names:
@@ -248,7 +248,7 @@ class Rack:
             options += ["--volume", f"{self.network}:{SHARED}"]
             succeed(
                 "docker", "run", "--detach", "--name", host.container, *options, *_NESTED,
-                "--env", f"AUTHORIZED_KEY={public}", HOST_IMAGE,
+                "--env", f"AUTHORIZED_KEY={public}", image,
             )  # fmt: skip
         for host in map(self.hosts.__getitem__, names):
             wait_until(lambda host=host: host.execute("docker version").returncode == 0, "its engine answers", 60)

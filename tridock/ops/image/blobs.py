@@ -6,11 +6,12 @@ That store knows a layer by the digest of its compressed bytes, and a registry's
 import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tridock.ops.image.archive import Blob, digest_of, shared_layers
 
-JSON_LIMIT = 4 << 20
+JSON_LIMIT: Final = 1 << 20
+"""The largest manifest or configuration that is read, in bytes."""
 
 
 class Source(NamedTuple):

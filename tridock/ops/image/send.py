@@ -40,7 +40,7 @@ def distribute(session: Session, image_id: str, nodes: tuple[str, ...], folder: 
     deliveries = {node: Delivery(node, session.hosts[node], *paths[node]) for node in nodes}
 
     def ask(nodes: tuple[str, ...]) -> dict[str, Inventory]:
-        return session.each(lambda node, _: deliveries[node].inventory(diff_ids), only=nodes)
+        return session.each(lambda node, _: deliveries[node].inventory(diff_ids, _note), only=nodes)
 
     inventories = ask(nodes)
     if pulled := _pull_base(session, diff_ids, inventories):

@@ -92,9 +92,9 @@ fi
 while read -r name; do cat -- "$name"; done <order | docker load --quiet $platform >/dev/null
 docker image ls --all --quiet --no-trunc | grep -qxF -- "$id" || { echo "layers of the image are missing" >&2; exit 1; }
 test=tridock-load-${id#sha256:}
-docker rm --force "$test" >/dev/null 2>&1 || true
+docker rm --force --volumes "$test" >/dev/null 2>&1 || true
 docker create --pull never --name "$test" "$id" true >/dev/null
-docker rm "$test" >/dev/null
+docker rm --volumes "$test" >/dev/null
 mkdir -p -- "$manifests"; cp -- manifest "$manifests/${id#sha256:}"
 printf '%s\n' "$3" >>"$2"
 """
@@ -182,7 +182,7 @@ class Delivery:
         """The folder on the host for the manifests of images in containerd's image store."""
         return f"{self.notes}.manifests"
 
-    def inventory(self, diff_ids: Sequence[str] = ()) -> Inventory:
+    def inventory(self, diff_ids: Sequence[str] = (), note: Callable[[str], object] = lambda _: None) -> Inventory:
         """Returns the host's inventory; with containerd's image store, which blobs of these layers it has."""
         script = Command.of("sh", "-c", _INVENTORY, "inventory", self.folder, self.manifests)
         done = self.host.run(script, timeout=_TIMEOUT_S)
@@ -191,18 +191,21 @@ class Delivery:
         source = closest(diff_ids, inventory.images, inventory.manifests)
         if not inventory.containerd or not source.shared:
             return inventory
-        manifest = inventory.manifests.get(source.image)
-        blobs = blobs_of(manifest) if manifest else self._saved_blobs(source.image, inventory.images[source.image])
-        if isinstance(blobs, str):
-            return inventory.whole(f"docker save {source.image} tells none of its layers there: {blobs}")
+        if manifest := inventory.manifests.get(source.image):
+            blobs = blobs_of(manifest)
+        else:
+            note(f"{self.node}: reads its image {source.image[:19]} once, to see which layers its store has")
+            blobs, reason = self._saved_blobs(source.image, inventory.images[source.image])
+            if not blobs:
+                return inventory.whole(f"docker save {source.image[:19]} gives no layers there: {reason}")
         return replace(inventory, source=source.image, blobs=blobs[: source.shared])
 
-    def _saved_blobs(self, image: str, diff_ids: Sequence[str]) -> tuple[Blob, ...] | str:
-        """Returns the blobs of an image that somebody else brought to the host, or why they are unknown."""
+    def _saved_blobs(self, image: str, diff_ids: Sequence[str]) -> tuple[tuple[Blob, ...], str]:
+        """Returns the blobs of an image that somebody else brought to the host, or none and the reason."""
         done = self.host.run(Command.of("sh", "-c", _LIST_SAVED, "list", image, str(JSON_LIMIT)))
         if done.exit_code:
-            return _last_line(done.stderr) or f"exit code {done.exit_code}"
-        return parse_saved(done.stdout.decode(), diff_ids) or "it is not complete"
+            return (), done.stderr.decode(errors="replace").strip().partition("\n")[0] or f"exit code {done.exit_code}"
+        return parse_saved(done.stdout.decode(), diff_ids), "a part of the image is missing"
 
     def begin(self, archive: Archive, unpacked: int, inventory: Inventory) -> set[str]:
         """Sends everything outside the pieces, if there is space for all. Returns the pieces that are already there.

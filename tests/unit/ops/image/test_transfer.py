@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from tests.unit.ops.image.three_layers import DIFF_IDS
 from tridock.command import Command
 from tridock.errors import ClusterError
-from tridock.ops.image.archive import Archive, ImageParts
+from tridock.ops.image.archive import Archive, Blob, ImageParts, digest_of
+from tridock.ops.image.blobs import blobs_of
 from tridock.ops.image.transfer import Delivery, Inventory, parse_inventory
 from tridock.remote import Completed, LocalHost
 
@@ -22,6 +24,7 @@ case "$1 $2" in
 "info "*) printf '%s\n' "20.10.24+dfsg1 / $STORE" ;;
 "image ls") [ -z "$LAYERS" ] || printf 'one\none\n' ;;
 "image inspect") printf 'layers one %s\n' "$LAYERS" ;;
+"save one") cat -- "$SAVED" ;;
 "load --quiet") [ -z "$FAILS" ] || { echo "$FAILS" >&2; exit 1; }; cat >"$LOADED" ;;
 *) echo "not expected: $*" >&2; exit 1 ;;
 esac"""
@@ -148,6 +151,87 @@ def test_a_host_fetches_a_piece_with_a_command_and_checks_it(
     there.write_bytes(b"".join(piece.chunks()))
     assert delivery.fetch(piece, piece.sha256(), give) is None
     assert Path(delivery.folder, piece.name).read_bytes() == there.read_bytes()
+
+
+@pytest.fixture
+def image(parts: ImageParts) -> ImageParts:
+    """With media types, which containerd's image store needs."""
+    manifest = json.loads(parts.manifest)
+    layers = [{"mediaType": "gzip", **layer} for layer in manifest["layers"]]
+    return replace(parts, manifest=json.dumps({**manifest, "layers": layers}).encode())
+
+
+def test_containerds_store_is_asked_once_for_the_blobs_of_an_image_brought_by_others(
+    delivery: Delivery, image: ImageParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "saved").write_bytes(content_of(image.archive("lab", 0, 1 << 20)))
+    variables = {"STORE": CONTAINERD, "LAYERS": json.dumps(DIFF_IDS), "SAVED": str(tmp_path / "saved")}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    notes: list[str] = []
+    inventory = delivery.inventory((*DIFF_IDS[:2], "sha256:edited"), notes.append)
+    assert (inventory.source, inventory.blobs) == ("one", blobs_of(image.manifest)[:2])
+    assert notes == ["gpu-1: reads its image one once, to see which layers its store has"]
+    assert inventory.present_layers(DIFF_IDS) == 2
+    assert delivery.inventory(("sha256:other",)).blobs == ()
+    (tmp_path / "saved").write_bytes(content_of(image.archive("lab", 1, 1 << 20)))
+    inventory = delivery.inventory(DIFF_IDS)
+    assert inventory.layers_refused == "docker save one gives no layers there: a part of the image is missing"
+    assert inventory.present_layers(DIFF_IDS) == 0
+    (tmp_path / "saved").unlink()
+    refused = delivery.inventory(DIFF_IDS).layers_refused
+    assert refused.startswith(f"docker save one gives no layers there: cat: {tmp_path}/saved: No such file")
+
+
+STORE = r"""
+case "$1 $2" in
+"info "*) printf '%s\n' "$RELEASE / $STORE" ;;
+"image ls") cat -- "$IMAGES" ;;
+"image inspect") [ "$3" = --format ] || exec grep -qxF -- "$3" "$IMAGES"
+  while read -r id; do printf 'layers %s %s\n' "$id" "$LAYERS"; done <"$IMAGES" ;;
+"version "*) echo linux/amd64 ;;
+"load --quiet") echo "$*" >>"$CALLS"; cat >"$LOADED"; [ -z "$COMPLETE" ] || echo "$ID" >>"$IMAGES" ;;
+"create "*) [ "$6" = "$ID" ] || exit 1 ;;
+"rm "*) ;;
+*) echo "not expected: $*" >&2; exit 1 ;;
+esac"""
+
+
+@pytest.mark.parametrize(("release", "checked"), [("26.1.5", ""), ("28.5.2", " --platform=linux/amd64")])
+def test_a_store_keeps_what_it_was_sent_for_the_next_edit(
+    delivery: Delivery, image: ImageParts, docker: Callable[[str], None], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, release: str, checked: str,
+) -> None:  # fmt: skip
+    whole = image.with_blobs(()).archive("lab", 0, 1 << 20)
+    docker(STORE)
+    files = {name: str(tmp_path / name.lower()) for name in ("IMAGES", "CALLS", "LOADED")}
+    values = {"RELEASE": release, "STORE": CONTAINERD, "LAYERS": json.dumps(DIFF_IDS), "COMPLETE": "yes"}
+    for name, value in {**files, **values, "ID": digest_of(whole.manifest)}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "images").touch()
+
+    inventory = delivery.inventory(DIFF_IDS)
+    delivery.begin(whole, 0, inventory)
+    assert delivery.load(whole, ["id"], inventory, clear=True) == ""
+    inventory = delivery.inventory((*DIFF_IDS[:2], "sha256:edited"))
+    assert (inventory.source, inventory.blobs) == (digest_of(whole.manifest), blobs_of(whole.manifest)[:2])
+
+    edit = image.with_blobs((Blob("zstd", 7, "sha256:pulled"),)).archive("lab", 2, 1 << 20)
+    monkeypatch.setenv("ID", digest_of(edit.manifest))
+    monkeypatch.setenv("COMPLETE", "")
+    delivery.begin(edit, 0, inventory)
+    assert delivery.load(edit, ["id"], inventory, clear=True) == "layers of the image are missing"
+    monkeypatch.setenv("COMPLETE", "yes")
+    delivery.begin(edit, 0, inventory)
+    assert delivery.load(edit, ["id"], inventory, clear=True) == ""
+    assert (tmp_path / "calls").read_text().splitlines() == ["load --quiet", *[f"load --quiet{checked}"] * 2]
+
+    (tmp_path / "images").write_text(f"{digest_of(edit.manifest)}\n")
+    delivery.begin(edit, 0, inventory)
+    assert delivery.load(edit, ["id"], inventory, clear=True) == "the image with the other layers is gone"
+    assert set(delivery.inventory(DIFF_IDS).manifests) == {digest_of(edit.manifest)}
+    assert [path.name for path in tmp_path.glob("lab/images.manifests/*")] == [digest_of(edit.manifest)[7:]]
+    assert not (tmp_path / "lab/image").exists()
 
 
 def test_an_archive_that_docker_refuses_is_not_kept(

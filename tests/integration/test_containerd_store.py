@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rack import USER, Rack, RackHost
+from tests.integration.rack import USER, Rack
 from tests.integration.registry import Registry
-from tests.integration.support import HOST_IMAGE, ROOT, execute, succeed
+from tests.integration.support import HOST_IMAGE, ROOT, execute, own_name, succeed
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.archive import Archive
 from tridock.ops.image.ensure import ensure_image
@@ -35,26 +35,31 @@ ALL = "docker image rm --force $(docker image ls --all --quiet)"
 
 
 @pytest.fixture(scope="module")
-def host(rack: Rack) -> Iterator[RackHost]:
-    """A host with Debian 13's Docker, beside the rack's."""
+def rack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
+    """One host with Debian 13's Docker."""
     variables = [name for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
-    arguments = [f"--build-arg={name}" for name in (*variables, f"HOST_IMAGE={HOST_IMAGE}")]
-    succeed("docker", "build", "--quiet", *arguments, "--tag", IMAGE, f"{ROOT}/tests/integration/containerd_host")
-    rack.add(HOST, image=IMAGE)
+    for image, folder in {HOST_IMAGE: "docker_host", IMAGE: "containerd_host"}.items():
+        arguments = [f"--build-arg={name}" for name in (*variables, f"HOST_IMAGE={HOST_IMAGE}")]
+        succeed("docker", "build", "--quiet", *arguments, "--tag", image, f"{ROOT}/tests/integration/{folder}")
+    made = Rack(own_name(), tmp_path_factory.mktemp("containerd"))
+    (made.project / "hostfiles").mkdir(parents=True)
+    (made.folder / "image/blobs").mkdir(parents=True)
     try:
-        rack.write_ssh_config("containerd_config")
-        assert "io.containerd.snapshotter" in rack[HOST].sh("docker info --format '{{json .DriverStatus}}'")
-        yield rack[HOST]
+        succeed("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(made.folder / "id"))
+        succeed("docker", "network", "create", made.network)
+        made.add(HOST, image=IMAGE)
+        made.write_ssh_config()
+        assert "io.containerd.snapshotter" in made[HOST].sh("docker info --format '{{json .DriverStatus}}'")
+        yield made
     finally:
-        rack.take_away(HOST)
+        made.remove()
         execute("docker", "image", "rm", IMAGE)
 
 
 @pytest.fixture
-def build(rack: Rack, host: RackHost) -> Iterator[Callable[..., str]]:
+def build(rack: Rack) -> Iterator[Callable[..., str]]:
     """Makes the image with other code on a base; returns its id here."""
-    name, folder = image_name(rack), rack.folder / "containerd"
-    (folder / "blobs").mkdir(parents=True, exist_ok=True)
+    name, folder = image_name(rack), rack.folder / "image"
 
     def make(code: str, base: str = "debian:bookworm-slim") -> str:
         (folder / "code").write_text(code)
@@ -63,7 +68,7 @@ def build(rack: Rack, host: RackHost) -> Iterator[Callable[..., str]]:
 
     yield make
     execute("docker", "image", "rm", name)
-    host.execute(ALL)
+    rack[HOST].execute(ALL)
 
 
 def image_name(rack: Rack) -> str:
@@ -71,9 +76,7 @@ def image_name(rack: Rack) -> str:
 
 
 def session(rack: Rack) -> Session:
-    ssh = {"config_file": str(rack.folder / "containerd_config")}
-    hostfile = rack.write_cluster(CLUSTER, hostfile=f"{HOST} slots=1\n", image=image_name(rack), ssh=ssh)
-    return Session.open(rack.project / hostfile)
+    return Session.open(rack.project / rack.write_cluster(CLUSTER, image=image_name(rack)))
 
 
 def received(rack: Rack, wanted: str) -> float:
@@ -112,11 +115,11 @@ def test_an_edit_alone_travels_whoever_brought_the_other_layers(
 ) -> None:  # fmt: skip
     """The base is pulled from a registry, whose digests of the layers are other ones than those of `docker save`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = rack.folder / "containerd"
+    folder = rack.folder / "image"
     with Registry(folder / "blobs") as registry:
         base = base_in(registry, folder)
         try:
-            with registry.seen_on(rack.folder / "containerd_config", HOST):
+            with registry.seen_on(rack.folder / "ssh_config", HOST):
                 wanted = build("first", base)
                 assert received(rack, wanted) > MEGABYTES  # pulled, over the same network
             assert f"{HOST}: got 1 layer of the image, 0.0 MB\n" in capsys.readouterr().out
@@ -148,7 +151,7 @@ def test_an_edit_alone_travels_whoever_brought_the_other_layers(
     ids=["image", "layer"],
 )
 def test_what_is_removed_in_the_middle_comes_again(
-    rack: Rack, host: RackHost, build: Callable[..., str], spoil: str, reason: str, tmp_path: Path,
+    rack: Rack, build: Callable[..., str], spoil: str, reason: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """The image that has the other layers, or one layer, after the host was asked what it has."""
@@ -159,7 +162,7 @@ def test_what_is_removed_in_the_middle_comes_again(
     def spoiled(delivery: Delivery, archive: Archive, unpacked: int, inventory: Inventory) -> set[str]:
         there = begin(delivery, archive, unpacked, inventory)
         monkeypatch.setattr(Delivery, "begin", begin)
-        host.sh(spoil, inventory.blobs[0].digest)
+        rack[HOST].sh(spoil, inventory.blobs[0].digest)
         return there
 
     monkeypatch.setattr(Delivery, "begin", spoiled)

@@ -229,9 +229,9 @@ def test_a_store_keeps_what_it_was_sent_for_the_next_edit(
     (tmp_path / "images").write_text(f"{digest_of(edit.manifest)}\n")
     delivery.begin(edit, 0, inventory)
     assert delivery.load(edit, ["id"], inventory, clear=True) == "the image with the other layers is gone"
+    assert not (tmp_path / "lab/image").exists()
     assert set(delivery.inventory(DIFF_IDS).manifests) == {digest_of(edit.manifest)}
     assert [path.name for path in tmp_path.glob("lab/images.manifests/*")] == [digest_of(edit.manifest)[7:]]
-    assert not (tmp_path / "lab/image").exists()
 
 
 def test_an_archive_that_docker_refuses_is_not_kept(

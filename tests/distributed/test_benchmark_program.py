@@ -53,9 +53,13 @@ def test_ddp_and_a_pipeline_have_the_losses_of_one_process(workspace: Path) -> N
         assert (folder / "plan.json").is_file()
 
 
+@pytest.mark.full
 def test_without_a_mode_the_experiments_strategy_holds(workspace: Path) -> None:
     done = benchmark(workspace, "--set", "parallel.strategy=fsdp")
     assert load_experiment(folder_of(done) / "experiment.yaml").parallel.strategy == "fsdp"
+
+
+def test_a_strategy_that_torchrun_cannot_start_is_refused(workspace: Path) -> None:
     refused = benchmark(workspace, "--set", "parallel={strategy: zero, zero_stage: 1}")
     assert refused.returncode != 0
     said = (

@@ -186,6 +186,7 @@ def beside(twin: Twin, neighbour: Run) -> Iterator[None]:
     assert {node: twin.processes(neighbour, node) for node in (HEAD, OTHER)} == before
 
 
+@pytest.mark.full  # test_run.py kills one too, tests/distributed/test_run_supervisor.py has each signal
 @pytest.mark.usefixtures("beside")
 def test_a_rank_that_is_killed(twin: Twin) -> None:
     with twin.launched() as run:

@@ -318,6 +318,7 @@ def test_a_program_of_ones_own_is_stopped_in_time_requeued_and_continues(program
         assert program.execute("pgrep -af 'train[.]py'", machine=node).stdout == ""
 
 
+@pytest.mark.full  # test_run.py kills one too; a job that starts again: the one above
 def test_a_rank_of_ones_own_program_that_dies_is_named_and_the_program_restarts(program: SlurmCluster) -> None:
     job = run_program(program, "--restarts 1", "python train.py 150")
     program.until(lambda: len(program.losses(job)) > 5, "the program trains", job)

@@ -156,13 +156,32 @@ def test_locks_agree_on_versions_that_they_share() -> None:
 def test_ops_are_compiled_for_any_cpu_of_the_kind(tmp_path: Path) -> None:
     program(tmp_path, "g++", 'printf "%s\\n" "$@"')
     program(tmp_path, "uname", "echo x86_64")
-    arguments = ["-c", "a b.cpp", "-g", "-march=native", "-D__AVX512__", "-O3"]
+    arguments = ["-c", "a b.cpp", "-g", "-march=native", "-D__AVX512__", "-O0"]
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run(ROOT / "tools/image/portable-cxx.sh", *arguments, PATH=path, PORTABLE_CXX_FIRST="-Ifirst")
-    assert done.stdout.splitlines() == ["-Ifirst", "-c", "a b.cpp", "-march=x86-64-v3", "-D__AVX256__", "-O3"]
+    done = run(ROOT / "tools/image/portable-cxx.sh", *arguments, PATH=path)
+    assert done.stdout.split("\n") == ["-O3", "-fopenmp", "-march=x86-64-v3", "-c", "a b.cpp", "-D__AVX256__", ""]
     program(tmp_path, "uname", "echo aarch64")
     done = run(ROOT / "tools/image/portable-cxx.sh", *arguments, PATH=path)
-    assert done.stdout.splitlines() == ["-c", "a b.cpp", "-march=native", "-D__AVX512__", "-O3"]
+    assert done.stdout.split("\n") == ["-O3", "-fopenmp", "-c", "a b.cpp", "-march=native", "-D__AVX512__", ""]
+
+
+def test_torchs_headers_are_compiled_once_for_files_with_the_same_options(tmp_path: Path) -> None:
+    called = tmp_path / "called"
+    program(tmp_path, "g++", f'echo "$*" >>{called}; while [ "$1" != -o ]; do shift; done; : >"$2"')
+    compiled = tmp_path / "compiled"
+    for name, option in (("a", "-O0"), ("b", "-O2"), ("c", "-DNDEBUG")):
+        arguments = ("-MF", f"{name}.d", "-Ids/csrc/x", f"-DTORCH_EXTENSION_NAME={name}", option, "-c", f"{name}.cpp")
+        done = run(
+            ROOT / "tools/image/portable-cxx.sh", *arguments, "-o", f"{tmp_path}/{name}.o",
+            PATH=f"{tmp_path}:{os.environ['PATH']}", PORTABLE_CXX_COMPILED=str(compiled),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    headers, first, second, others, third = called.read_text().splitlines()
+    made = [line.rpartition(" -o ")[2].removesuffix(".gch") for line in (headers, others)]
+    assert ["c++-header" in line for line in (headers, others)] == [True, True]
+    assert [line.split()[1] for line in (first, second, third)] == [made[0], made[0], made[1]]
+    assert made[0] != made[1]
+    assert all(Path(header).read_text().startswith("// ") for header in made)
 
 
 # ---- torch -----------------------------------------------------------------------------------------

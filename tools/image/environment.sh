@@ -48,7 +48,7 @@ install_deepspeed() {
     export MAX_JOBS CXX="$HERE/portable-cxx.sh" DS_ENABLE_NINJA=1 DS_BUILD_AIO=1 DS_BUILD_PIN_MEMORY=1
     MAX_JOBS=$(nproc)
     if [[ $FLAVOR == cpu ]]; then
-        export DS_BUILD_SHM_COMM=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 PORTABLE_CXX_FIRST="-I$HERE/include"
+        export DS_BUILD_SHM_COMM=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 PORTABLE_CXX_COMPILED=/tmp/compiled-headers
         # DeepSpeed 0.19.8 does not link its ops for CPUs with the libraries that they name.
         export LDFLAGS="-Wl,--no-as-needed -laio"
     elif command -v nvcc >/dev/null; then
@@ -61,6 +61,7 @@ install_deepspeed() {
         step "without async_io, which does not compile here"
         DS_BUILD_AIO=0 "$TOOLS/python/install-deepspeed.sh" "$PYTHON"
     }
+    rm -rf "${PORTABLE_CXX_COMPILED:-/tmp/compiled-headers}"
 }
 
 # What an environment without a compiler, and without anybody's tests, has no use for.

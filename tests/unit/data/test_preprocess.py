@@ -225,7 +225,7 @@ def test_no_worker_outlives_the_run() -> None:
         "def chunks():\n"
         "    from tridock.data.input.sources import Chunk, Source\n"
         "    source = Source('x', None, Kind.JSONL)\n"
-        "    for n in range(9):\n"
+        "    for n in range(20):\n"
         '        yield Chunk(source, 0, 1, b\'{"text": "a"}\\n\', 1, 0, 0, 0)\n'
         "    time.sleep(99)\n"
         "from tridock.data.tokenize.workers import encode_in_order\n"

@@ -21,10 +21,8 @@ KNOWN = {
     "torch-pp4-fp32": (0.04, HIDDEN),
     "torch-pp4-bf16": (0.04, HIDDEN),
     "torch-pp2-vpp2-bf16-larger": (0.04, HIDDEN),
-    "torch-tp2-pp2-bf16-larger": (0.045, HIDDEN),
     "torch-pp2-fsdp2-bf16-larger": (0.045, HIDDEN),
     "torch-pp2-fsdp2-bf16-wide": (0.04, HIDDEN),
-    "torch-tp2-bf16-qwen": (0.035, HIDDEN),
 }
 
 

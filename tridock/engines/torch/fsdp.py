@@ -55,7 +55,11 @@ def accumulation_peak(experiment: Experiment, stage: int, shape: Shape, weights:
     passes, passes_in_flight = accumulation * virtual, in_flight(experiment, stage, accumulation)
     layers = layers_of_stage(experiment, stage) / virtual  # layers of a virtual stage
     pass_bytes = kept_bytes(experiment, stage, sizes) / virtual
-    all_gradients, gathered = _SUM_BYTES * weights.total, short * (layers - 1) * layer
+    # DTensor makes the token table's gradient with all rows on each tensor parallel rank, and it is accumulated so; the
+    # sum with an output layer's, which is the same table, has this rank's rows.
+    is_tied = not piped and weights.head == 0
+    other_rows = 0 if is_tied else _SUM_BYTES * (parallel.tensor_model_parallel_size - 1) * weights.embedding
+    all_gradients, gathered = _SUM_BYTES * weights.total + other_rows, short * (layers - 1) * layer
     freed = pass_bytes * (layers - 1) / layers
     # An interleaved pipeline begins with the backward passes of one virtual stage, on the last stage that with the
     # table.
@@ -70,10 +74,9 @@ def accumulation_peak(experiment: Experiment, stage: int, shape: Shape, weights:
     if passes_in_flight > 1:  # the next virtual stage's, with the first one's gradients
         peaks.append(accumulated - pass_bytes + gathered + (0.0 if virtual == 1 else short * layer))
     if piped and stage == 0:
-        # The embeddings' gradients come last; DTensor allocates the table's for all rows, on each rank, in both
-        # formats.
+        # The embeddings' gradients come last, the table's with all rows in both formats.
         table = parallel.tensor_model_parallel_size * weights.embedding
-        copies = _SUM_BYTES * (table - weights.embedding)
+        copies = 0 if all_allocated else other_rows
         copies += short * (table + weights.positions) if short < _SUM_BYTES else 0
         in_backward = backward_bytes(experiment, sizes, 0)
         peaks.append(accumulated - pass_bytes + short * layers * layer + copies - in_backward)

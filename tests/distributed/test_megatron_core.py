@@ -122,6 +122,22 @@ def test_layouts_of_a_mixture_of_experts_agree(mixtures: Runs, layout: str) -> N
     }
 
 
+@pytest.mark.full
+def test_layouts_of_a_mixture_of_experts_differ_by_rounding_only(workspace: Path) -> None:
+    """In fp64, where no rounding moves a token to another expert: the routing, the gate and the balancing loss, whose
+    gradients are summed over other ranks than those of the layers."""
+    fields = {**LENGTH, "model.moe_router_pre_softmax": True, "train.save": False}
+    found = {}
+    for name, ranks in (("shared-one", 1), ("shared-tp2-sp-ep2", 2)):
+        folder = make_run(workspace, f"float64-{name}", ranks, **{**MIXTURE_LAYOUTS[name][1], **fields})
+        with Started(["-m", "tests.distributed.in_float64", str(folder)], folder, ranks, {}) as started:
+            finished = started.wait()
+        assert finished.codes == [0] * ranks, "\n".join(finished.err)
+        found[name] = train_losses(folder)
+    assert found["shared-one"][-1] < found["shared-one"][0] - 0.2
+    assert found["shared-tp2-sp-ep2"] == pytest.approx(found["shared-one"], abs=1e-12, rel=0)
+
+
 def test_what_travels_during_the_computation_changes_no_loss(workspace: Path) -> None:
     """Of replicas that sum whole gradients, and of those with the distributed optimizer, a resumed run too."""
     found, reductions = {}, {}

@@ -46,6 +46,15 @@ def test_a_rank_has_its_own_folder_and_room_for_its_part_of_any_weight(tmp_path:
     assert not left.exists()
 
 
+def test_a_rank_that_starts_leaves_the_runs_folder_to_the_others(tmp_path: Path) -> None:
+    """Another one may be making its own in it at this moment."""
+    runs = tmp_path / "a-run"
+    runs.mkdir()
+    before = runs.stat().st_ino
+    config(str(tmp_path))
+    assert runs.stat().st_ino == before
+
+
 def test_a_rank_that_ends_removes_its_files_only(tmp_path: Path) -> None:
     other = tmp_path / "a-run/rank-0"
     other.mkdir(parents=True)

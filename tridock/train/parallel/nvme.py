@@ -33,7 +33,8 @@ def config_of_rank(config: Mapping[str, Any], model: nn.Module, run: str, ranks:
         options = zero.get(name, {})
         if options.get("device") == "nvme":
             folder = Path(options["nvme_path"], run, f"rank-{ranks.rank}")
-            _remove(folder)  # of the run before it was restarted
+            # Of the run before it was restarted. The run's folder stays: another rank may be making its own in it.
+            shutil.rmtree(folder, ignore_errors=True)
             atexit.register(_remove, folder)
             zero[name] = {**default, **options, "nvme_path": str(folder)}
     return {**config, "zero_optimization": zero}

@@ -61,7 +61,7 @@ install_deepspeed() {
         step "without async_io, which does not compile here"
         DS_BUILD_AIO=0 "$TOOLS/python/install-deepspeed.sh" "$PYTHON"
     }
-    rm -rf "${PORTABLE_CXX_COMPILED:-/tmp/compiled-headers}"
+    rm -rf /tmp/compiled-headers
 }
 
 # What an environment without a compiler, and without anybody's tests, has no use for.

@@ -7,23 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts.checkpoints import LATEST, TRACKER
-from tridock.contracts.pretrained import StateFiles, StoredWeights, deepspeed_files
+from tridock.contracts.pretrained import GPT2_LAYERS, StateFiles, StoredWeights, deepspeed_files
 from tridock.contracts.run_folder import read_text
 from tridock.errors import Problem, RequestError
 
 PLAIN: Final = "model_optim_rng.pt"
 WORDS: Final = "language_model.embedding.word_embeddings.weight"
 POSITIONS: Final = "language_model.embedding.position_embeddings.weight"
-FIXED: Final[Mapping[str, Any]] = {
-    "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",
-    "swiglu": False,
-    "add_bias_linear": True,
-    "qk_layernorm": False,
-    "untie_embeddings_and_output_weights": False,
-    "num_moe_experts": None,
-}
-"""Fields of an experiment's model that v1.1.5 does not have, with the values that describe its layers."""
 DIVISIBLE_BY: Final = 128
 """Megatron's default for ``make_vocab_size_divisible_by``."""
 
@@ -166,7 +156,7 @@ def megatron_sizes(
         "hidden_size": words[1],
         "ffn_hidden_size": 4 * words[1],
         "max_position_embeddings": positions[0],
-        **FIXED,
+        **GPT2_LAYERS,
     }
     if heads := given.get("num_attention_heads"):
         fields |= {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": words[1] // heads}

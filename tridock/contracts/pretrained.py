@@ -21,6 +21,16 @@ FORMATS: Final = (HF, DEEPSPEED, MEGATRON)
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+GPT2_LAYERS: Final[Mapping[str, Any]] = {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "swiglu": False,
+    "add_bias_linear": True,
+    "qk_layernorm": False,
+    "untie_embeddings_and_output_weights": False,
+    "num_moe_experts": None,
+}
+"""Fields of an experiment's model with the values that GPT-2 has, in transformers and in Megatron-LM v1.1.5."""
 
 _MODEL_STATES: Final = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 _OPTIM_STATES: Final = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")

@@ -5,7 +5,7 @@ Attention, RMSNorm and SiLU are stand-ins for a GPU's fused kernels, which fake 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,5 +165,10 @@ def planned(layout: Layout) -> float:
     return tensor_bytes(memory_of_stage(layout.experiment, layout.stage, shape, GPUS["h100-80gb"]).terms)
 
 
-def marked(layout: Layout, of_every_edit: Collection[str]) -> Any:
-    return pytest.param(layout, id=str(layout), marks=() if str(layout) in of_every_edit else pytest.mark.full)
+def cases(layouts: Sequence[Layout], of_every_edit: str) -> list[Any]:
+    """Parameters of a test: one layout always, by its name, and the others in `make test-full`."""
+    assert of_every_edit in {str(layout) for layout in layouts}
+    return [
+        pytest.param(layout, id=str(layout), marks=() if str(layout) == of_every_edit else pytest.mark.full)
+        for layout in layouts
+    ]

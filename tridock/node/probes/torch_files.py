@@ -38,9 +38,6 @@ class Inert:
     def add(self, value: Any) -> None:
         pass
 
-    def __hash__(self) -> int:
-        return id(self)
-
 
 def read_shapes(file: Path) -> Any:
     """Returns the object in a file of torch.save, with a :class:`Shape` for each tensor.

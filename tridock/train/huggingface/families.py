@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tridock.contracts.pretrained import GPT2_LAYERS
 from tridock.errors import Problem, RequestError
 from tridock.experiment.model import Model
 from tridock.train.models.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_CONTEXT
@@ -87,14 +88,7 @@ _THREE: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GPT2: Final = Family(
     "GPT2LMHeadModel",
     "gpt2",
-    {
-        "normalization": "LayerNorm",
-        "position_embedding_type": "learned_absolute",
-        "swiglu": False,
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "untie_embeddings_and_output_weights": False,
-    },
+    GPT2_LAYERS,
     _GPT2_NAMES,
     ("attn.c_attn",),
     transposes=True,

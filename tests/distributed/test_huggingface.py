@@ -56,8 +56,7 @@ QWEN2_MOE = {
     "model.moe_shared_expert_gate": True,
 }
 MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE}
-GPT2 = {"model.activation_func": "gelu_tanh"}  # which megatron-core has on GPUs only, if not told
-KINDS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, **MIXTURES}
+KINDS: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3, **MIXTURES}
 OF_MIXTURES = {"core-one", "core-dp2", "core-tp2", "core-pp2-vpp2", "core-ep2", *list(LAYOUTS)[-4:]}
 CASES = {
     f"{kind}-{layout}": (kind, layout)
@@ -65,7 +64,7 @@ CASES = {
     if (layout in OF_MIXTURES if kind in MIXTURES else EP not in fields)
 }
 SOME_CASES = (
-    *("gpt2-zero3", "llama-core-pp2-vpp2", "llama-core-pp2-unequal", "qwen3-tp2", "qwen3-core-tp2"),
+    *("gpt2-zero3", "gpt2-core-tp2", "llama-core-pp2-vpp2", "llama-core-pp2-unequal", "qwen3-tp2", "qwen3-core-tp2"),
     "qwen2-moe-core-tp2-ep2",
 )
 STILL = {

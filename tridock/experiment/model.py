@@ -112,8 +112,8 @@ class Model(Section):
     activation_func: Literal["gelu", "gelu_tanh"] | None = Field(
         default=None,
         description="Without swiglu, the GELU of the MLP: gelu (exact, with erf) or gelu_tanh (GPT-2's approximation)."
-        " Default: gelu_tanh; with engine megatron-core, gelu on CPUs. Engine megatron-deepspeed has gelu, or gelu_tanh"
-        " with --bias-gelu-fusion or --openai-gelu in megatron_args.",
+        " Default: gelu_tanh. Engine megatron-deepspeed has gelu, or gelu_tanh with --bias-gelu-fusion or --openai-gelu"
+        " in megatron_args.",
     )
     add_bias_linear: bool = Field(default=True, description="Linear layers have biases.")
     add_qkv_bias: bool = Field(
@@ -240,7 +240,7 @@ class Model(Section):
 
     @property
     def gelu(self) -> str:
-        """``activation_func``, or what a model of transformers' GPT-2 has without it."""
+        """``activation_func``, or its default."""
         return self.activation_func or "gelu_tanh"
 
     @property

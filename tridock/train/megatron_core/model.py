@@ -172,14 +172,14 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
 
 def _fuses_activation(model: Model) -> bool:
     """Whether megatron-core fuses the MLP's activation, where it can: its GELU is then the tanh approximation."""
-    return model.swiglu or (model.add_bias_linear and model.activation_func != "gelu")
+    return model.swiglu or (model.add_bias_linear and model.gelu != "gelu")
 
 
 def _activation(model: Model, *, is_fused: bool) -> Callable[[Tensor], Tensor]:
     if model.swiglu:
         return F.silu
     is_fused = is_fused and _fuses_activation(model)
-    return _gelu_tanh if model.activation_func == "gelu_tanh" and not is_fused else F.gelu
+    return _gelu_tanh if model.gelu == "gelu_tanh" and not is_fused else F.gelu
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

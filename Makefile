@@ -168,8 +168,9 @@ bench-planner: .venv/.full ## Compare the planner's times with published ones (B
 TESTS ?=
 SELECT ?= not full
 CORES ?= $(shell nproc)
-# One more than cores: many of these tests wait for a process.
+# More than cores: many of these tests wait for a process.
 WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
+PROCESS_WORKERS ?= $(shell echo $$(( 2 * $(CORES) + 1 )))
 # Ranks wait for each other, for launchers and for what is stopped: two files at once, whatever the machine has.
 RANK_WORKERS ?= 2
 # The unit tests that import torch or DeepSpeed.
@@ -224,7 +225,7 @@ test-unit-others: .venv/.full
 
 .PHONY: test-processes
 test-processes: .venv/.full ## Processes of Tridock's own, without ranks and Docker
-	$(PYTEST) $(PROCESS_TESTS) -n $(WORKERS) $(TESTS) $(OR_NONE)
+	@$(PYTEST) $(PROCESS_TESTS) -n $(PROCESS_WORKERS) $(TESTS) $(OR_NONE)
 
 .PHONY: test-distributed
 test-distributed: .venv/.full ## Several ranks on this machine's CPU

@@ -69,7 +69,8 @@ print("same")
 
 
 def test_the_gelu_is_the_models_on_a_cpu_too() -> None:
-    out = run("""
+    out = run(
+        """
 import torch
 from tridock.train.megatron_core.model import transformer_config
 x = torch.linspace(-3, 3, 101)
@@ -77,7 +78,8 @@ for given in (None, "gelu", "gelu_tanh"):
     config = transformer_config(experiment(**CORE | {"model.activation_func": given}), torch.device("cpu"))
     found = config.activation_func(x)
     print(*(torch.equal(found, torch.nn.functional.gelu(x, approximate=kind)) for kind in ("none", "tanh")))
-""".replace("CORE", repr({"engine": "megatron-core", "parallel.strategy": "ddp"})))
+""".replace("CORE", repr({"engine": "megatron-core", "parallel.strategy": "ddp"}))
+    )
     assert out[2:] == ["False True", "True False", "False True"]
 
 

@@ -227,11 +227,11 @@ def test_a_launcher_that_is_killed(twin: Twin) -> None:
 @pytest.mark.parametrize(
     ("launcher", "command", "says"),
     [
+        ("ssh", "tridock.node start-ranks --run", "tridock: launch-ranks.sh ended with exit code 255 on node-2\n"),
         pytest.param(
-            *("ssh", "tridock.node start-ranks --run", "tridock: launch-ranks.sh ended with exit code 255 on node-2\n"),
+            *("deepspeed", "deepspeed.launcher.launch", "pdsh@node-1: node-2: ssh exited with exit code 255\n"),
             marks=pytest.mark.full,
         ),
-        ("deepspeed", "deepspeed.launcher.launch", "pdsh@node-1: node-2: ssh exited with exit code 255\n"),
     ],
     ids=("ssh", "deepspeed"),
 )

@@ -65,6 +65,9 @@ def obey(folder: Path, rank: int) -> None:
         word = order.name.partition("-")[2]
         if word == "hang":
             hang_for_ever()
+        if word == "lose":  # another rank
+            heartbeat.beat(heartbeat.LOST, code=4)
+            os._exit(4)
         if word.startswith("exit"):
             os._exit(int(word.removeprefix("exit")))
         if word.startswith("fail"):

@@ -12,7 +12,7 @@ _LENGTH = 300
 # The supervisor's verdicts; without any, the message of a node that lost contact with the supervisor.
 _SEEN = (
     *(Event.NODE_FAILED, Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST),
-    *(Event.LAUNCHER_ENDED, Event.HEAD_LOST),
+    *(Event.HEAD_LOST, Event.LAUNCHER_ENDED),
 )
 
 
@@ -83,10 +83,13 @@ def _essence(event: Mapping[str, Any]) -> str:
 
 def _weight(event: Mapping[str, Any]) -> int:
     """Ranks events by how much they explain: a lost node, then the ranks that lost it, then a program that failed, then
-    the launcher, then a node without its head. A program that could not start explains the ranks that it lacks."""
+    a node that ended its ranks without the head, then the launcher.
+
+    A program that could not start explains the ranks that it lacks.
+    """
     if event.get("cause") == Cause.PROGRAM_FAILED:
         return 1
-    return {Event.NODE_LOST: -1, Event.LAUNCHER_ENDED: 2, Event.HEAD_LOST: 3}.get(Event(event["event"]), 0)
+    return {Event.NODE_LOST: -1, Event.HEAD_LOST: 2, Event.LAUNCHER_ENDED: 3}.get(Event(event["event"]), 0)
 
 
 def _is_failure(event: Mapping[str, Any]) -> bool:

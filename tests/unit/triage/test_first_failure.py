@@ -103,6 +103,12 @@ def test_a_node_that_lost_the_head_is_heard_last() -> None:
     assert found.rank == 3
 
 
+def test_a_node_that_ended_its_ranks_explains_the_launcher_s_end() -> None:
+    lost = seen("head_lost", 1, node="b", reason="heard nothing from the head for 20 s")
+    found = first_failure({"a": lost + seen("launcher_ended", 2, reason="ended with exit code 4")}, NODES)
+    assert str(found) == "b heard nothing from the head for 20 s"
+
+
 def test_only_the_last_attempt_counts() -> None:
     head = seen("rank_died", 1, **DIED) + seen("run_restarted", 5, attempt=1, iteration=0, reason="x")
     assert first_failure({"a": head, "b": failed(2, 1)}, NODES) is None

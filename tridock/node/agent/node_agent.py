@@ -24,11 +24,10 @@ from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
 from tridock.node.probes.limits_and_space import space
+from tridock.node.supervisor.verdict import NODE_SILENCE_S
 
 SILENCE_S: Final = 25.0
-"""Seconds without an order after which the head counts as lost."""
-RECONNECT_S: Final = 10.0
-"""Seconds that the supervisor has to reconnect after the connection ends."""
+"""Seconds without an order after which the head counts as lost; NODE_SILENCE_S after the connection has ended."""
 _TICK_S: Final = 0.1
 _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
@@ -87,7 +86,7 @@ class NodeAgent:
                 if order == "bye":
                     return False
                 self._execute(order)
-            timed_out = now - last_order > (SILENCE_S if self._connected else RECONNECT_S)
+            timed_out = now - last_order > (SILENCE_S if self._connected else NODE_SILENCE_S)
             if (timed_out or not self._connected) and is_replaced(self._folder, self._node):
                 return False
             if timed_out:

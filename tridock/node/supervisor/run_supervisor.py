@@ -177,7 +177,7 @@ class RunSupervisor:
         if verdict is None:
             return 0, None
         if verdict.cause is Cause.LAUNCHER_EXITED:
-            verdict = self._started.lost_session() or self._silent_node() or verdict
+            verdict = self._started.lost_session() or self._silent_node() or self._node_without_head() or verdict
             self._record(verdict)
         return verdict.code, verdict
 
@@ -324,6 +324,13 @@ class RunSupervisor:
         own = next((event for event in lost if saved or event["node"] == self._supervision.head), None)
         return None if own is None else Verdict(Cause.HEAD_SILENT, own["reason"], own["node"])
 
+    def _node_without_head(self) -> Verdict | None:
+        """Returns the node that ended its ranks because the head could not reach it: the others, and then the launcher,
+        failed without them.
+        """
+        lost = [] if self._started.was_killed else events_of(self._folder, Event.HEAD_LOST, self._events_before)
+        return Verdict(Cause.HEAD_SILENT, lost[0]["reason"], lost[0]["node"]) if lost else None
+
     def _is_preempted(self) -> bool:
         return bool(events_of(self._folder, Event.RUN_PREEMPTED, self._events_before))
 
@@ -332,7 +339,8 @@ class RunSupervisor:
 
     def _record(self, verdict: Verdict) -> None:
         self._lease.check()
-        if verdict.cause.event not in (Event.RUN_FAILED, Event.NODE_FAILED):  # they have recorded it
+        recorded = (Event.RUN_FAILED, Event.NODE_FAILED, Event.HEAD_LOST)  # by ranks, the launcher, and a node's agent
+        if verdict.cause.event not in recorded:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
             known = {name: value for name, value in about.items() if value is not None}
             append_event(self._folder, verdict.cause.event, **known, reason=verdict.reason)

@@ -51,6 +51,7 @@ def one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     """The connection to one agent, which writes its orders to a file."""
     orders = tmp_path / "orders"
     agent = ("bash", "-c", f"cat >{shlex.quote(str(orders))}")
+    monkeypatch.setattr(agent_connections, "_PING_S", 0.05)
     monkeypatch.setattr(Reach, "command", lambda self, node, *arguments: [*agent])
     supervision = Supervision("n1", {"n1": (0,)}, (), 1, 30.0)
     connections = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
@@ -58,10 +59,7 @@ def one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     connections.close()
 
 
-def test_agents_get_pings_while_the_supervisor_waits_for_its_disk(
-    one_agent: tuple[AgentConnections, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent_connections, "_PING_S", 0.05)
+def test_agents_get_pings_while_the_supervisor_waits_for_its_disk(one_agent: tuple[AgentConnections, Path]) -> None:
     connections, orders = one_agent
     connections.poll(0.0)
     deadline = time.monotonic() + 60

@@ -11,13 +11,15 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 from tridock.ops.image.archive import digest_of
 
 _CHUNK = 1 << 20
 _TLS_HANDSHAKE = b"\x16"
+_SHUTDOWN_S: Final = 0.02
+"""Seconds after which the server notices that it is to end; Python's default is half a second."""
 
 
 class LoopbackRegistry:
@@ -38,7 +40,7 @@ class LoopbackRegistry:
         return f"127.0.0.1:{self._server.server_port}{self.path.removeprefix('/v2')}"
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(_SHUTDOWN_S,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

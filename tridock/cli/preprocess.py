@@ -160,7 +160,6 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     from tridock.data.tokenize.blocks import Recipe
     from tridock.data.tokenize.encoders import check_ids_fit
     from tridock.data.tokenize.memory import limit_free_memory
-    from tridock.data.tokenize.tokenizer import TOKENIZER
 
     if problems := list(_preprocess_problems(arguments)):
         raise RequestError(problems)
@@ -182,8 +181,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         rejects=arguments.rejects,
         resume=arguments.resume,
     )
-    files = [_tokenizer_file(arguments), arguments.merge_file, *[source.path for source in sources]]
-    read = [path / TOKENIZER if path.is_dir() else path for path in files if path is not None]
+    read = [*_tokenizer_files(arguments), *[source.path for source in sources if source.path is not None]]
     check_outputs(request.outputs, read, build_folder(request.output_prefix))
     try:
         with progress_bar("tokenizing", arguments.log_interval, quiet=arguments.quiet) as progress:
@@ -327,6 +325,18 @@ def _tokenizer_file(arguments: argparse.Namespace) -> Path | None:
     """Returns the tokenizer's file, for which Megatron has two options; None if it is not a file."""
     file = _value(arguments, _NAMED_BY[arguments.tokenizer_type])
     return file if isinstance(file, Path) else None
+
+
+def _tokenizer_files(arguments: argparse.Namespace) -> list[Path]:
+    """Returns all files that the tokenizer is read from; one that is optional may be missing."""
+    from tridock.data.tokenize.huggingface import files_of
+    from tridock.data.tokenize.tokenizer import TOKENIZER
+
+    file = _tokenizer_file(arguments)
+    if file is not None and arguments.tokenizer_type == _HUGGING_FACE:
+        return files_of(file)
+    files = [file / TOKENIZER if file is not None and file.is_dir() else file, arguments.merge_file]
+    return [each for each in files if each is not None]
 
 
 def _tokenizer_problems(arguments: argparse.Namespace) -> Iterator[Problem]:

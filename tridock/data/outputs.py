@@ -12,7 +12,9 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path], w
 
     ``work`` is the folder of the run's unfinished work.
     """
+    inputs = list(inputs)
     read = {os.path.realpath(path) for path in inputs}
+    files = {identity for path in inputs if (identity := _identity(path))}
     written: set[str] = set()
     problems: list[Problem] = []
     for option, path in outputs:
@@ -21,7 +23,7 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path], w
             what = "is in the folder of the run's unfinished work"
         elif (path.exists() and not path.is_file()) or _is_of_a_process(path):
             what = "is a folder, device or pipe, not a file"
-        elif place in read:
+        elif place in read or _identity(path) in files:
             what = "would overwrite an input"
         elif place in written:
             what = "would overwrite another output"
@@ -31,6 +33,15 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path], w
         problems.append(Problem(option, what, str(path), "name another file"))
     if problems:
         raise RequestError(problems)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Returns what is equal for all names of a file: hard links, bind mounts, other case; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _is_of_a_process(path: Path) -> bool:

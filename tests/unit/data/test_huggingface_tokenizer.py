@@ -105,6 +105,25 @@ def test_what_is_wrong_is_named(folder: Path, tmp_path: Path, capsys: pytest.Cap
         HuggingFaceTokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not valid JSON; got Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[" * 100_000, "is not valid JSON; got maximum recursion depth exceeded "),
+        ("[]", "is not a JSON object; got []"),
+        ('{"eos_token": 1}', "has an eos_token that is not a text; got 1"),
+        ('{"eos_token": {"content": ["a"]}}', 'has an eos_token that is not a text; got ["a"]'),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_does_not_change_the_end(folder: Path, content: str, says: str) -> None:
+    config = folder / "tokenizer_config.json"
+    config.write_text(content)
+    with pytest.raises(RequestError) as caught:
+        HuggingFaceTokenizer(folder)
+    assert str(caught.value).startswith(f"{config}: {says}")
+    assert str(caught.value).endswith("; correct the file, or remove it")
+
+
 def test_a_long_text_has_the_ids_of_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["one line and<end> another line, 12  lines\n\n and  one", "one", "", "o" * 40]
     encoder = HuggingFaceTokenizer(folder)

@@ -105,6 +105,7 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(folder: Path, capsys: py
 def test_outputs_replace_no_input_and_no_device(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     skip = ["--on-error", "skip", "--rejects"]
     Path("link").symlink_to("a.jsonl")
+    Path("hard").hardlink_to("a.jsonl")  # as two mounts of one folder: another name of the same file
     os.mkfifo(".pipe")
     (folder / "o_text_document.json").write_text("{}")
     lines = Path("a.jsonl").read_bytes()
@@ -115,6 +116,7 @@ def test_outputs_replace_no_input_and_no_device(folder: Path, capsys: pytest.Cap
     for more, problem in (
         ([*skip, "./a.jsonl"], "--rejects: would overwrite an input; got a.jsonl"),
         ([*skip, "link"], "--rejects: would overwrite an input; got link"),
+        ([*skip, "hard"], "--rejects: would overwrite an input; got hard"),
         ([*skip, "t/merges.txt"], "--rejects: would overwrite an input; got t/merges.txt"),
         ([*skip, "o_text_document.bin"], "--rejects: would overwrite another output; got o_text_document.bin"),
         ([*skip, ".pipe"], "--rejects: is a folder, device or pipe, not a file; got .pipe"),
@@ -137,6 +139,13 @@ def test_the_tokenizer_of_a_folder_is_not_replaced(folder: Path, capsys: pytest.
     assert main([*PREPROCESS, *more]) == 2
     expected = "--rejects: would overwrite an input; got t/tokenizer.json; name another file\n"
     assert capsys.readouterr().err.endswith(expected)
+    config = Path("t/tokenizer_config.json")
+    config.write_text(json.dumps({"eos_token": END_OF_TEXT}))
+    more = ["--output-prefix", "o", "--on-error", "skip", "--rejects", str(config)]
+    for model in ("t", "t/tokenizer.json"):
+        assert main([*PREPROCESS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, *more]) == 2
+        expected = f"--rejects: would overwrite an input; got {config}; name another file\n"
+        assert capsys.readouterr().err.endswith(expected)
 
 
 def test_names_that_lead_nowhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

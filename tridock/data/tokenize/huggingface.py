@@ -34,11 +34,10 @@ class HuggingFaceTokenizer:
         """Raises :class:`RequestError` if the tokenizer cannot be read, or defines no token that ends a document."""
         from tokenizers import Tokenizer
 
-        folder = path if path.is_dir() else path.parent
-        file = path / TOKENIZER if path.is_dir() else path
+        file, config = files_of(path)
         todo = f"name a folder with {TOKENIZER}, as transformers' save_pretrained writes it"
         try:
-            text = file.read_text()
+            text = file.read_text(encoding="utf-8")
             self._tokenizer: Any = Tokenizer.from_str(text)
         except OSError as error:
             got = error.strerror or str(error)
@@ -47,9 +46,9 @@ class HuggingFaceTokenizer:
             raise RequestError(Problem(str(file), "is not a tokenizer", str(error), todo)) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        end = self._tokenizer.token_to_id(_end_of_document(folder) or END_OF_TEXT)
+        end = self._tokenizer.token_to_id(_end_of_document(config) or END_OF_TEXT)
         if end is None:
-            todo = f"name the token that ends a document in {folder / CONFIG}, as eos_token"
+            todo = f"name the token that ends a document in {config}, as eos_token"
             raise RequestError(Problem(str(file), f"has no token {END_OF_TEXT}, and no eos_token", "", todo))
         self.end_of_document: int = end
         self.vocab_size: int = self._tokenizer.get_vocab_size()
@@ -114,9 +113,28 @@ def _put_around(ids: Ids, before: Sequence[int], behind: Sequence[int]) -> Ids:
     return np.concatenate([before, ids, behind], dtype=ids.dtype, casting="unsafe")
 
 
-def _end_of_document(folder: Path) -> str | None:
+def files_of(path: Path) -> list[Path]:
+    """Returns the files that a tokenizer is read from; the second may be missing."""
+    folder = path if path.is_dir() else path.parent
+    return [path / TOKENIZER if path.is_dir() else path, folder / CONFIG]
+
+
+def _end_of_document(path: Path) -> str | None:
+    """Returns the ``eos_token`` of a ``tokenizer_config.json``; None without the file, or if it names none."""
+    todo = "correct the file, or remove it"
     try:
-        token = json.loads((folder / CONFIG).read_bytes()).get("eos_token")
-    except (OSError, ValueError):
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
         return None
-    return token.get("content") if isinstance(token, dict) else token
+    except OSError as error:
+        raise RequestError(Problem(str(path), "cannot be read", error.strerror or str(error), todo)) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(Problem(str(path), "is not valid JSON", str(error), todo)) from None
+    if not isinstance(config, dict):
+        raise RequestError(Problem(str(path), "is not a JSON object", json.dumps(config), todo))
+    token = config.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is None or isinstance(token, str):
+        return token
+    raise RequestError(Problem(str(path), "has an eos_token that is not a text", json.dumps(token), todo))

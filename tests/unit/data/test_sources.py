@@ -183,6 +183,33 @@ def test_a_folder_leaves_nothing_out_silently(tmp_path: Path) -> None:
     assert message(lambda: find_sources([""])) == f"--input: is empty; {FIND}"
 
 
+def test_a_pattern_leaves_nothing_out_silently(tmp_path: Path) -> None:
+    for name in ("a/1.jsonl", "a/b/2.jsonl", "a/b/c.jsonl/3", "a/.h/4.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+
+    def found(pattern: str) -> list[str]:
+        return [str(source.path).removeprefix(f"{tmp_path}/") for source in find_sources([f"{tmp_path}/{pattern}"])]
+
+    every = ["a/1.jsonl", "a/b/2.jsonl", "a/b/c.jsonl/3"]
+    # A folder is what it is where a shell has expanded the pattern.
+    for pattern in ("*", "a*", "a/*", "**", "a/**", "**/*", "**/**/*"):
+        assert found(pattern) == every
+    for pattern in ("**/*.jsonl", "a/**/*.jsonl"):
+        assert found(pattern) == every
+    assert found("*/*/[12].*") == ["a/b/2.jsonl"]
+    assert found("a/.*") == ["a/.h/4.jsonl"]
+    (tmp_path / "a/b/again").symlink_to(tmp_path / "a")
+    loop = f"{tmp_path}/a/b/again: is a link to a folder that it is in; remove the link"
+    for pattern in ("a/**/1.*", "a/**", "**/*.jsonl"):
+        assert message(lambda: find_sources([f"{tmp_path}/{pattern}"])) == loop  # noqa: B023
+    (tmp_path / "a/b/again").unlink()
+    (tmp_path / "a/part").symlink_to("nowhere")
+    gone = f"{tmp_path}/a/part: is a link to a missing file; got nowhere; remove the link, or restore its file"
+    for pattern in ("a/**/*.jsonl", "*/*/*.jsonl", "a/**", "a/p*"):
+        assert message(lambda: find_sources([f"{tmp_path}/{pattern}"])) == gone  # noqa: B023
+
+
 def test_parts_of_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").write_bytes(b"x")
@@ -195,7 +222,8 @@ def test_parts_of_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "iterdir", refuse)
     expected = f"{tmp_path}/a: cannot be read; got Permission denied; {FIND}"
-    assert message(lambda: find_sources([str(tmp_path)])) == expected
+    for where in (tmp_path, tmp_path / "*", tmp_path / "**/b", tmp_path / "*/b*"):
+        assert message(lambda: find_sources([str(where)])) == expected  # noqa: B023
 
 
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:

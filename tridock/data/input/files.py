@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import glob
 import os
 import stat
@@ -21,6 +22,8 @@ _COMPRESSED: Final = (".gz", ".bgz", ".zst", ".zstd", ".bz2", ".xz")
 
 def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind = Kind.JSONL) -> tuple[Source, ...]:
     """Returns the inputs in the order given; the files of a folder or pattern sorted by name, without hidden ones.
+
+    A pattern stands for what it matches: files, and folders with all their files.
 
     ``kind`` applies to every input except Parquet files. Without it the file name decides, and ``default`` applies to
     names with another suffix. Links are followed. Raises :class:`RequestError` with every input that does not exist or
@@ -62,13 +65,56 @@ def _files(given: str, problems: list[Problem]) -> list[Path]:
             path.stat()
             found = [path]
         else:
-            names = sorted(Path(name) for name in glob.glob(given, recursive=True))  # noqa: PTH207  absolute patterns
-            found = [file for name in names if not name.is_dir() for file in _walk(name, (), problems)]
+            names = sorted(set(_matching(Path(path.anchor), path.relative_to(path.anchor).parts, (), problems)))
+            if len(problems) == before:
+                found = list(dict.fromkeys(file for name in names for file in _walk(name, (), problems)))
     except OSError as error:
         problems.append(_unreadable(path, error))
     if not found and len(problems) == before:
         problems.append(Problem(printable(given), "names no file", "", TODO_INPUT))
+    problems[before:] = dict.fromkeys(problems[before:])
     return found
+
+
+def _matching(
+    folder: Path, parts: Sequence[str], above: tuple[tuple[int, int], ...], problems: list[Problem]
+) -> Iterator[Path]:
+    """Yields what the parts of a pattern match in a folder, in any order. Unlike glob it skips nothing unreadable.
+
+    ``above`` identifies the folders that ``**`` has entered.
+    """
+    part, *rest = parts
+    try:
+        status = folder.stat()
+        found = _entries(folder, part) if stat.S_ISDIR(status.st_mode) else []
+    except OSError as error:
+        problems.append(_unreadable(folder, error))
+        return
+    if part == "**":
+        identity = status.st_dev, status.st_ino
+        if identity in above:
+            problems.append(_loop(folder))
+            return
+        yield from _matching(folder, rest, (), problems) if rest else found
+        for each in found:
+            yield from _matching(each, parts, (*above, identity), problems)
+    elif not rest:
+        yield from found
+    else:
+        for each in found:
+            yield from _matching(each, rest, (), problems)
+
+
+def _entries(folder: Path, part: str) -> list[Path]:
+    """Returns the entries of a folder whose name one part of a pattern matches."""
+    if glob.has_magic(part):
+        names = [each for each in folder.iterdir() if part.startswith(".") or not each.name.startswith(".")]
+        return [each for each in names if part == "**" or fnmatch.fnmatchcase(each.name, part)]
+    try:
+        (folder / part).lstat()
+    except FileNotFoundError:
+        return []
+    return [folder / part]
 
 
 def _walk(path: Path, above: tuple[tuple[int, int], ...], problems: list[Problem]) -> Iterator[Path]:
@@ -88,11 +134,15 @@ def _walk(path: Path, above: tuple[tuple[int, int], ...], problems: list[Problem
         return
     identity = status.st_dev, status.st_ino
     if identity in above:
-        problems.append(Problem(printable(path), "is a link to a folder that it is in", "", "remove the link"))
+        problems.append(_loop(path))
         return
     for each in inside:
         if not each.name.startswith(".") and each.name != SUMS:
             yield from _walk(each, (*above, identity), problems)
+
+
+def _loop(path: Path) -> Problem:
+    return Problem(printable(path), "is a link to a folder that it is in", "", "remove the link")
 
 
 def _unreadable(path: Path, error: OSError) -> Problem:

@@ -167,7 +167,7 @@ def test_gpu_hours_and_their_cost(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert plain["energy_kwh"] == pytest.approx(0.3 * hours)
     assert refused(capsys, *arguments, "--cost-per-gpu-hour", "-2") == (
-        "--cost-per-gpu-hour: must be a number above 0; got -2; give one, as in 300e9\n"
+        "--cost-per-gpu-hour: must be a number above 0; got -2; give one, as in 2.5\n"
     )
 
 
@@ -191,7 +191,7 @@ def test_the_goodput_of_a_cluster_that_fails(capsys: pytest.CaptureFixture[str])
         "--checkpoint-gb-s: failures are counted with both of --node-mtbf and --checkpoint-gb-s; give it too\n"
     )
     assert refused(capsys, *arguments, *failing, "--restart-time", "-1") == (
-        "--restart-time: must be a number above 0; got -1; give one, as in 300e9\n"
+        "--restart-time: must be a number above 0; got -1; give one, as in 120\n"
     )
 
 
@@ -235,13 +235,27 @@ def test_a_picture(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ),
         (
             ("configs/demo.yaml", "--nodes", "1", "--tflops", "0", "--tokens", "nan", "--network-gbit", "-1"),
-            "--network-gbit: must be a number above 0; got -1; give one, as in 300e9\n"
-            "--tflops: must be a number above 0; got 0; give one, as in 300e9\n"
+            "--network-gbit: must be a number above 0; got -1; give one, as in 400\n"
+            "--tflops: must be a number above 0; got 0; give one, as in 150\n"
             "--tokens: must be a number above 0; got nan; give one, as in 300e9",
         ),
         (
             ("configs/demo.yaml", "--nodes", "1", "--plot", "map.pdf"),
             "map.pdf: the rank map is drawn as PNG or SVG; got .pdf; end the file's name in .png or .svg",
+        ),
+        (
+            ("configs/demo.yaml", "--nodes", "1", "--include", "a", "--exclude", "b"),
+            "--include: selects nodes of a hostfile; got a; give --hosts instead of --nodes, or leave it out\n"
+            "--exclude: selects nodes of a hostfile; got b; give --hosts instead of --nodes, or leave it out",
+        ),
+        (
+            ("configs/demo.yaml", "--hosts", "hostfiles/example", "--gpus-per-node", "4"),
+            "--gpus-per-node: is the number of slots of --nodes; got 4; give --nodes too, or leave it out",
+        ),
+        (
+            ("--from-run", "runs/none", "--include", "a", "--gpus-per-node", "4"),
+            "--gpus-per-node: is the number of slots of --nodes; got 4; give --nodes too, or leave it out\n"
+            "--include: selects nodes of a hostfile; got a; give --hosts instead of --nodes, or leave it out",
         ),
     ],
 )
@@ -258,7 +272,10 @@ def test_an_unknown_gpu_beside_the_hostfile(capsys: pytest.CaptureFixture[str], 
 
 def test_one_field_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--explain", "parallel.zero_stage"]) == 0
-    assert capsys.readouterr().out.startswith("parallel.zero_stage (experiment)\n")
+    explained = capsys.readouterr().out
+    assert explained.startswith("parallel.zero_stage (experiment)\n")
+    found = document(capsys, "--explain", "parallel.zero_stage")
+    assert found == {"explanation": explained.removesuffix("\n"), "problems": []}
 
 
 # ---- a plan corrected by a run ------------------------------------------------------------------------------------

@@ -75,8 +75,15 @@ def test_why_an_illegal_layout(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [
-        (("TP4", "TP2", "TP1"), "--why: takes at most two layouts, and no --search; got 3; leave some out"),
-        (("TP4", "--search"), "--why: takes at most two layouts, and no --search; got --search too; leave some out"),
+        (("TP4", "TP2", "TP1"), "--why: takes at most two layouts, and no --search or --plot; got 3; leave some out"),
+        (
+            ("TP4", "--search"),
+            "--why: takes at most two layouts, and no --search or --plot; got --search too; leave some out",
+        ),
+        (
+            ("TP4", "--plot", "a.svg"),
+            "--why: takes at most two layouts, and no --search or --plot; got --plot too; leave some out",
+        ),
         (
             ("TP4 DP8",),
             "--why: follows from the slots: it is DP1 with the other sizes; got TP4 DP8; leave DP out",

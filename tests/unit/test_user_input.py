@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
 from collections.abc import Sequence
+from json import dumps, loads
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,9 @@ import yaml
 
 from tests.bounded import run_bounded
 from tests.fuzz import CASES, legal, mutated, option_value
+from tests.unit.plan.test_from_run import write_run
 from tridock.bench.cells import cells_of, load_bench
+from tridock.cli import main
 from tridock.errors import exit_code_of
 from tridock.experiment import Experiment, load_command
 
@@ -85,6 +90,47 @@ def test_a_plan_of_it_is_refused_at_once(case: str, json: bool, folder: Path) ->
 def test_a_name_that_no_file_system_takes_is_refused(command: list[str], folder: Path) -> None:
     ended = run_bounded([*command, "x" * 5000], folder).check(2)
     assert "too long" in ended.err
+
+
+def without_roots_access(argv: Sequence[str]) -> int:
+    """Runs tridock as a user who may not read everything; root does without its capabilities to do so."""
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, effective
+    assert libc.capset(header, sets) == 0
+    return main(argv)
+
+
+@pytest.mark.parametrize("option", [["--from-run", "closed/run"], ["e.yaml", "--hosts", "closed/hosts"]])
+@pytest.mark.parametrize("json", [[], ["--json"]], ids=["text", "json"])
+def test_a_folder_of_somebody_else_is_refused(option: list[str], json: list[str], folder: Path) -> None:
+    (folder / "closed").mkdir(mode=0)
+    ended = run_bounded(["plan", *option, "--offline", *json], folder, program=without_roots_access).check(2)
+    assert "cannot be accessed; got Permission denied; give yourself access, or use another path" in ended.err
+
+
+def test_the_root_folder_is_no_file_to_write(folder: Path) -> None:
+    assert "'/' is a folder; give a file" in run_bounded(["plan", "e.yaml", "--plot", "/"], folder).check(2).err
+
+
+@pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl", "events.jsonl"])
+def test_records_without_an_end_are_refused(name: str, folder: Path) -> None:
+    run = write_run(folder / "run", [9.0, 0.3])
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    run_bounded(["plan", "--from-run", "run"], folder, seconds=5).check(2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("node", "\x1b[2J"), ("node", "\u202e"), ("node", "\0"), ("slot", "\x1b[2J"), ("slot", -1)]
+)
+def test_a_plan_with_a_node_or_slot_that_none_has_is_refused(field: str, value: object, folder: Path) -> None:
+    path = write_run(folder / "run", [9.0, 0.3]) / "plan.json"
+    plan = loads(path.read_text())
+    plan["ranks"][0][field] = value
+    path.write_text(dumps(plan))
+    ended = run_bounded(["plan", "--from-run", "run"], folder).check(2)
+    assert "has no plan.json, or a damaged one" in ended.err
 
 
 def test_a_programs_own_json_option_is_not_tridocks(folder: Path) -> None:

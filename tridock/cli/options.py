@@ -76,7 +76,7 @@ def output_file(value: str) -> Path:
     """The type of an option that names a file to write: refused before anything starts, not when it is written."""
     path = Path(value)
     try:
-        place = next(folder for folder in path.absolute().parents if folder.exists())
+        place = next((folder for folder in path.absolute().parents if folder.exists()), path)  # / has no parent
         exists = path.exists()
     except (OSError, ValueError) as error:  # too long, with a NUL, or below a folder that is not ours to read
         reason = error.strerror if isinstance(error, OSError) else error

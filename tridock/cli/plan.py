@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tridock.plan.correction import MeasuredRun
 
 
+_GPUS_PER_NODE: Final = 8
+
+
 def add(commands: Commands) -> None:
     examples = (
         "--hosts hostfile --config configs/demo-3d.yaml",
@@ -50,8 +53,8 @@ def add(commands: Commands) -> None:
     text = "contact no host, not even to detect its GPU (done if neither --gpu nor the settings name one)"
     cluster.add_argument("--offline", action="store_true", help=text)
     cluster.add_argument("--nodes", type=int, metavar="N", help="number of nodes, without a hostfile")
-    text = "slots per node, without a hostfile (default: 8)"
-    cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help=text)
+    text = f"slots per node, without a hostfile (default: {_GPUS_PER_NODE})"
+    cluster.add_argument("--gpus-per-node", type=int, metavar="N", help=text)
     cluster.add_argument("--gpu", help="GPU of the nodes (v100-16gb, a100-80gb, h200, …), or its memory (24gib)")
     text = "network bandwidth of a node (default: from the cluster's settings, or that of a DGX with this GPU)"
     cluster.add_argument("--network-gbit", type=float, metavar="GBIT_PER_S", help=text)
@@ -108,7 +111,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.explain is not None:
         from tridock.plan.explain import explain
 
-        print(explain(arguments.explain))
+        explained = explain(arguments.explain)
+        print(json.dumps({"explanation": explained, "problems": []}, indent=2) if arguments.json else explained)
         return 0
     try:
         return _planned(arguments)
@@ -139,13 +143,15 @@ def _planned(arguments: argparse.Namespace) -> int:
     from tridock.report.measured_run import read_measured_run
     from tridock.report.plan_output import Show, print_plan
 
+    _refuse_unused(arguments)
     run = None if arguments.from_run is None else read_measured_run(arguments.from_run)
     config, cluster = config_of(arguments), None
     if run is not None and arguments.nodes is None and arguments.hosts is None:
         slots = run.slots
     else:
         hosts = arguments.hosts if arguments.nodes is not None else find_hostfile(arguments)
-        cluster, slots = slots_of(hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node)
+        per_node = _GPUS_PER_NODE if arguments.gpus_per_node is None else arguments.gpus_per_node
+        cluster, slots = slots_of(hosts, arguments.include, arguments.exclude, arguments.nodes, per_node)
     if run is not None and config is None:
         config = arguments.from_run / EXPERIMENT
     if config is not None and is_command(config):
@@ -173,14 +179,31 @@ def _planned(arguments: argparse.Namespace) -> int:
     if run is not None:
         assumptions = _corrected(assumptions, run)
     if arguments.why is not None:
-        if len(arguments.why) > 2 or arguments.search:
-            got = "--search too" if arguments.search else str(len(arguments.why))
-            raise RequestError(Problem("--why", "takes at most two layouts, and no --search", got, "leave some out"))
+        if len(arguments.why) > 2 or arguments.search or arguments.plot is not None:
+            others = {"--search": arguments.search, "--plot": arguments.plot is not None}
+            got = next((f"{option} too" for option, given in others.items() if given), str(len(arguments.why)))
+            what = "takes at most two layouts, and no --search or --plot"
+            raise RequestError(Problem("--why", what, got, "leave some out"))
         from tridock.report.why_output import print_why
 
         return print_why(config, overrides, slots, assumptions, console(), arguments.why, arguments.json)
     show = Show(arguments.search, arguments.json, str(arguments.plot or ""), arguments.quiet)
     return print_plan(config, overrides, slots, assumptions, console(), show)
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Raises :class:`RequestError` for options that say nothing of the nodes that the others name."""
+    problems = []
+    if arguments.gpus_per_node is not None and arguments.nodes is None:
+        got, todo = str(arguments.gpus_per_node), "give --nodes too, or leave it out"
+        problems.append(Problem("--gpus-per-node", "is the number of slots of --nodes", got, todo))
+    if arguments.nodes is not None or (arguments.from_run is not None and arguments.hosts is None):
+        for option, text in (("--include", arguments.include), ("--exclude", arguments.exclude)):
+            if text:
+                todo = "give --hosts instead of --nodes, or leave it out"
+                problems.append(Problem(option, "selects nodes of a hostfile", text, todo))
+    if problems:
+        raise RequestError(problems)
 
 
 def _print_program(

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
     own = itertools.takewhile(lambda word: word != "--", given)  # the rest belongs to a program
     as_json = any(len(word) > len("--") and "--json".startswith(word) for word in own)
     try:
-        with interrupts.raised(), extras_explained(), _long_names_refused():
+        with interrupts.raised(), extras_explained(), _paths_refused():
             arguments = parser.parse_args(given)
             action: Action = arguments.action
             code = action(arguments)
@@ -90,17 +90,20 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
 
 
 @contextmanager
-def _long_names_refused() -> Iterator[None]:
-    """Converts the OSError of a path name that is too long into a RequestError, wherever it is raised."""
+def _paths_refused() -> Iterator[None]:
+    """Converts the OSError of a path that is too long, or closed to the user, into a RequestError, wherever it is
+    raised."""
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        name = str(error.filename)
+        if error.errno == errno.ENAMETOOLONG:
+            what, got, todo = "is too long for a file's name", count(len(name), "character"), "give the path of a file"
+        elif isinstance(error, PermissionError) and error.filename is not None:
+            what, got, todo = "cannot be accessed", str(error.strerror), "give yourself access, or use another path"
+        else:
             raise
-        what, name = "is too long for a file's name", str(error.filename)
-        raise RequestError(
-            Problem(cut(name, 80), what, count(len(name), "character"), "give the path of a file")
-        ) from None
+        raise RequestError(Problem(cut(name, 80), what, got, todo)) from None
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Reads a run's records: ``metrics.jsonl``, ``events.jsonl``, ``plan.json``, ``manifest.json``."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tridock.contracts import run_folder
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, printable
 
 Record = dict[str, Any]
 Evaluations = dict[str, list[Record]]
@@ -61,7 +62,12 @@ def read_plan(folder: Path) -> Record:
     plan = read_object(folder / run_folder.PLAN)
     ranks = plan.get("ranks", [])
     whole = isinstance(ranks, list) and all(isinstance(rank, dict) for rank in ranks)
-    return plan if whole and all(isinstance(rank.get("node"), str) for rank in ranks) else {}
+    return plan if whole and all(_is_name(rank.get("node")) for rank in ranks) else {}
+
+
+def _is_name(value: object) -> bool:
+    """Whether the value can be a node's name, which a terminal shows as it is."""
+    return isinstance(value, str) and printable(value) == value
 
 
 def slots_of(plan: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -75,7 +81,7 @@ def slots_of(plan: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def read_object(path: Path) -> Record:
     """Returns the object in a JSON file, or an empty one if it is missing or damaged."""
     try:
-        content = _decoded(path.read_bytes())
+        content = _decoded(path.read_bytes()) if path.is_file() else None  # a FIFO has no end
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -84,6 +90,8 @@ def read_object(path: Path) -> Record:
 def _objects(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
     # Line by line, because the metrics of a long run are large.
     try:
+        if not (path.is_file() or path.is_dir() or not path.exists()):
+            raise OSError(errno.EINVAL, "Not a regular file")  # a FIFO has no end
         file = path.open("rb")
     except FileNotFoundError:
         return

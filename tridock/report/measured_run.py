@@ -31,7 +31,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         slots = slots_of(plan)
     except (KeyError, TypeError):
         slots = {}
-    if not slots:
+    if not slots or not all(type(slot) is int and slot >= 0 for numbers in slots.values() for slot in numbers):
         todo = "give a run of tridock launch or train"
         raise RequestError(Problem(str(folder), f"has no {run_folder.PLAN}, or a damaged one", "", todo))
     logged = [time for record in read_metrics(folder)[0] if (time := record.get("step_time_s")) is not None]

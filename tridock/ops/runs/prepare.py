@@ -144,10 +144,10 @@ def assumptions_for(
 ) -> Assumptions:
     """Returns the plan's assumptions from command-line options, else the cluster's settings. Contacts no host."""
     _check_numbers(
-        ("--network-gbit", network_gbit, LEAST_RATE, MOST_RATE),
-        ("--tflops", tflops, LEAST_RATE, MOST_RATE),
-        ("--tokens", tokens, 1, 1e20),
-        ("--cost-per-gpu-hour", cost_per_gpu_hour, LEAST_RATE, MOST_RATE),
+        ("--network-gbit", network_gbit, LEAST_RATE, MOST_RATE, "400"),
+        ("--tflops", tflops, LEAST_RATE, MOST_RATE, "150"),
+        ("--tokens", tokens, 1, 1e20, "300e9"),
+        ("--cost-per-gpu-hour", cost_per_gpu_hour, LEAST_RATE, MOST_RATE, "2.5"),
     )
     settings = None if cluster is None else cluster.settings
     chosen: Gpu | None = None
@@ -165,9 +165,9 @@ def failures_for(
 ) -> Failures | None:
     """Returns the plan's assumptions about failures and storage, if it is to include them."""
     _check_numbers(
-        ("--node-mtbf", node_mtbf_hours, LEAST_RATE, MOST_RATE),
-        ("--checkpoint-gb-s", checkpoint_gb_s, LEAST_RATE, MOST_RATE),
-        ("--restart-time", restart_s, LEAST_RATE, MOST_RATE),
+        ("--node-mtbf", node_mtbf_hours, LEAST_RATE, MOST_RATE, "6300"),
+        ("--checkpoint-gb-s", checkpoint_gb_s, LEAST_RATE, MOST_RATE, "10"),
+        ("--restart-time", restart_s, LEAST_RATE, MOST_RATE, "120"),
     )
     given = {"--node-mtbf": node_mtbf_hours, "--checkpoint-gb-s": checkpoint_gb_s}
     missing = [option for option, value in given.items() if value is None]
@@ -179,14 +179,14 @@ def failures_for(
     return Failures(node_mtbf_hours, checkpoint_gb_s, RESTART_S if restart_s is None else restart_s)
 
 
-def _check_numbers(*options: tuple[str, float | None, float, float]) -> None:
-    """Checks the options' values against their minimum and maximum."""
+def _check_numbers(*options: tuple[str, float | None, float, float, str]) -> None:
+    """Checks the options' values against their minimum and maximum; the message has the example."""
     problems = []
-    for option, value, least, most in options:
+    for option, value, least, most, example in options:
         if value is not None and not least <= value <= most:
             is_number = value > 0 and math.isfinite(value)
             what = f"must be from {least:g} to {most:g}" if is_number else "must be a number above 0"
-            problems.append(Problem(option, what, f"{value:g}", "give one, as in 300e9"))
+            problems.append(Problem(option, what, f"{value:g}", f"give one, as in {example}"))
     if problems:
         raise RequestError(problems)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,3 +73,15 @@ def test_a_redraw_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.startswith("\x1b[2J\x1b[H")
     assert shown.count("host-a") == 2
     assert shown.endswith("host-b: does not answer\n")
+
+
+def test_a_full_disk_that_the_output_goes_to_is_named() -> None:
+    argv = [sys.executable, "-m", "tridock.cli", "completion", "bash"]
+    for errors in (subprocess.PIPE, None):
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(argv, stdout=full, stderr=errors or full, text=True, check=False)
+        assert done.returncode == 2
+        assert not errors or done.stderr == (
+            "standard output: cannot be written; got No space left on device; "
+            "free some space there, and run the command again\n"
+        )

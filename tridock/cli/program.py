@@ -35,6 +35,7 @@ from tridock.cli import (
 )
 from tridock.cli.options import HelpFormatter, Parser, UsageError
 from tridock.cli.output import print_problems
+from tridock.contracts.appends import NO_ROOM
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError, count, cut, extras_explained
 
 if TYPE_CHECKING:
@@ -86,6 +87,18 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
         # The reader has closed the pipe (`| head`). Python would report the unwritten rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        where = "standard output" if error.filename is None else str(error.filename)
+        todo = "free some space there, and run the command again"
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            print(Problem(where, "cannot be written", error.strerror or str(error), todo), file=sys.stderr)
+        except OSError:  # standard error is on the same disk
+            os.dup2(null, sys.stderr.fileno())
+        os.dup2(null, sys.stdout.fileno())
+        return RequestError.exit_code
     return code
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tridock.cli.options import Commands, add_command, add_config, add_group, add_set, add_workspace, configs_of
 from tridock.cli.output import print_tables
+from tridock.contracts.appends import printing_to_a_full_disk
 
 if TYPE_CHECKING:
     from tridock.ops.slurm.submit import SubmitOptions
@@ -189,4 +190,5 @@ def _supervise(arguments: argparse.Namespace) -> int:
     folder = arguments.folder.absolute()
     requeue = not arguments.no_requeue
     job = Job(folder, argv, arguments.config, arguments.set, env, requeue=requeue, in_container=arguments.container)
-    return supervise(job)
+    with printing_to_a_full_disk():
+        return supervise(job)

@@ -13,6 +13,7 @@ from tridock.cli.options import (
     output_file,
 )
 from tridock.cli.output import say
+from tridock.contracts.appends import printing_to_a_full_disk
 
 
 def add(commands: Commands) -> None:
@@ -53,13 +54,14 @@ def _train(arguments: argparse.Namespace) -> int:
         report = (lambda _: None) if arguments.quiet else say
         report(note)
         prepare_demo(arguments.workspace / "data" / "demo", report=report)
-    return run_here(
-        config,
-        arguments.nproc,
-        arguments.workspace,
-        overrides,
-        arguments.run_id_file,
-        place,
-        force=arguments.force,
-        quiet=arguments.quiet,
-    ).exit_code
+    with printing_to_a_full_disk():
+        return run_here(
+            config,
+            arguments.nproc,
+            arguments.workspace,
+            overrides,
+            arguments.run_id_file,
+            place,
+            force=arguments.force,
+            quiet=arguments.quiet,
+        ).exit_code

@@ -1,12 +1,19 @@
-"""Appends to a run's files on a disk that may be full: lines that do not fit wait in memory for the next append."""
+"""Appends to a run's files on a disk that may be full: lines that do not fit wait in memory for the next append.
+
+Printed output may go to a file on such a disk, too: what does not fit is dropped, and counted.
+"""
 
 import errno
 import fcntl
+import io
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a full or read-only file system, which may become writable again."""
@@ -80,3 +87,53 @@ def _wait_for_lock(descriptor: int) -> None:
         except OSError:
             pass
         return
+
+
+class _Printed(io.RawIOBase):
+    """Writes to a file; drops what does not fit, and says so once there is room again."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file, self._lost = file, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data)
+        try:
+            if self._lost:
+                self._file.write(b"\n[%d bytes did not fit on the disk]\n" % self._lost)
+                self._lost = 0
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._lost += len(rest)
+        return len(data)
+
+
+@contextmanager
+def printing_to_a_full_disk() -> Iterator[None]:
+    """Lets no full disk interrupt what this process prints inside the block: a run must outlive its log."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    for name, stream in before.items():
+        buffer = getattr(stream, "buffer", None)
+        if isinstance(file := getattr(buffer, "raw", buffer), io.FileIO):  # without raw: PYTHONUNBUFFERED
+            stream.flush()
+            printed = _Printed(file)
+            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            whole: Any = printed if buffer is file else io.BufferedWriter(printed)
+            setattr(sys, name, io.TextIOWrapper(whole, stream.encoding, stream.errors, **options))
+    try:
+        yield
+    finally:
+        for name, stream in before.items():
+            getattr(sys, name).flush()
+            setattr(sys, name, stream)

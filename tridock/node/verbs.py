@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tridock.contracts import environment, heartbeat, mesh_answers, node_answers, run_folder, run_state
+from tridock.contracts.appends import printing_to_a_full_disk
 from tridock.contracts.codec import encode
 from tridock.contracts.devices import VISIBLE, rank_devices
 from tridock.contracts.events import Cause, append_event
@@ -156,7 +157,8 @@ def place_code(arguments: argparse.Namespace) -> node_answers.PlacedCode | int:
 def follow(arguments: argparse.Namespace) -> int:
     from tridock.node.logs import follow, follow_with_keepalive
 
-    return (follow_with_keepalive if arguments.keepalive else follow)(arguments.folder, arguments.offset)
+    with printing_to_a_full_disk():
+        return (follow_with_keepalive if arguments.keepalive else follow)(arguments.folder, arguments.offset)
 
 
 def run_update(arguments: argparse.Namespace) -> node_answers.RunUpdate:

@@ -72,3 +72,49 @@ def test_what_finds_no_room_waits_for_the_next_append(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "open", real)
     appends.append(path, b"second\n")
     assert path.read_bytes() == b"first\nsecond\n"
+
+
+PRINTER = """
+import sys
+from tridock.contracts.appends import printing_to_a_full_disk
+with printing_to_a_full_disk():
+    for line in sys.stdin:
+        print(line, end="", flush=True)
+        sys.stdout.buffer.write(b"and bytes\\n")
+        sys.stdout.buffer.flush()
+        print("done", file=sys.stderr)
+print("after", flush=True)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_printed_to_a_full_disk_is_dropped_and_counted(tmp_path: Path, unbuffered: str) -> None:
+    size = 1 << 16
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs takes root")
+    try:
+        log, filler, pipe = tmp_path / "log", tmp_path / "filler", subprocess.PIPE
+        argv = [sys.executable, "-P", "-c", PRINTER]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONUNBUFFERED": unbuffered}
+        with (
+            log.open("wb") as file,
+            subprocess.Popen(argv, stdin=pipe, stdout=file, stderr=pipe, env=env, text=True) as printer,
+        ):
+            assert printer.stdin is not None
+            assert printer.stderr is not None
+            for text in ("one", "x" * 9000, "two"):
+                if len(text) > 3:
+                    filler.write_bytes(bytes(size - os.sysconf("SC_PAGESIZE")))
+                else:
+                    filler.unlink(missing_ok=True)
+                print(text, file=printer.stdin, flush=True)
+                assert printer.stderr.readline() == "done\n"
+            printer.stdin.close()
+            assert printer.wait() == 0
+        fitted = os.sysconf("SC_PAGESIZE") - len("one\nand bytes\n")
+        lost = 9001 + len("and bytes\n") - fitted
+        expected = f"one\nand bytes\n{'x' * fitted}\n[{lost} bytes did not fit on the disk]\ntwo\nand bytes\nafter\n"
+        assert log.read_text() == expected
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)

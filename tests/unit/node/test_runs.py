@@ -77,6 +77,21 @@ def test_following_shows_output_as_it_comes(make_run: MakeRun, tmp_path: Path) -
     assert follow.returncode == 0
 
 
+def test_following_outlives_the_disk_that_its_output_goes_to(make_run: MakeRun) -> None:
+    folder = make_run(f'echo one; while [ ! -e "$FOLDER/go" ]; do sleep 0.05; done; {FINISHED}')
+    start(folder)
+    log = folder / run_folder.LAUNCHER_LOG
+    wait_until(lambda: "one" in run_folder.read_text(log))
+    with (
+        Path("/dev/full").open("wb") as full,
+        subprocess.Popen([sys.executable, "-m", "tridock.node", "follow", str(folder)], stdout=full) as follow,
+    ):
+        with pytest.raises(subprocess.TimeoutExpired):
+            follow.wait(2.0)
+        (folder / "go").touch()
+        assert follow.wait(30.0) == 0
+
+
 def test_following_never_loses_the_last_lines(make_run: MakeRun) -> None:
     """The end of the log and the exit code come together: the log must win."""
     for _ in range(5):

@@ -173,7 +173,7 @@ def test_text_has_no_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == (
         "--json-keys: names 2 keys, but x.txt is text; got a b; name one, or add --input-format jsonl\n"
     )
-    Path("a.jsonl").rename("b.txt")
+    Path("b.txt").write_text(f"\n \n{Path('a.jsonl').read_text()}")
     assert main(gpt2("--input", "x.txt", "b.txt", "--encoder", "reference")) == 0
     assert capsys.readouterr().err == (
         "b.txt: is read as text, but begins with a JSON object; for JSON lines add --input-format jsonl\n"

@@ -142,13 +142,13 @@ def read_chunks(number: int, source: Source, keys: Sequence[str], size: int) -> 
 
 
 def first_line(source: Source) -> bytes:
-    """Returns the first line of a file, at most a megabyte; b"" for an empty or unreadable file."""
+    """Returns the first line that is not blank, at most a megabyte; b"" for an empty or unreadable file."""
     if source.path is None or not source.path.is_file():
         return b""  # reading from a pipe would consume it
     try:
         with source.path.open("rb") as file:
-            line: bytes = decompressed(source.name, file).readline(_FIRST_LINE)
-            return line
+            start: bytes = decompressed(source.name, file).read(_FIRST_LINE)
+            return start.lstrip().partition(b"\n")[0]
     except damage():
         return b""
 

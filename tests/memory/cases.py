@@ -89,6 +89,13 @@ _QWEN: Final = {
     "model.qk_layernorm": True,
     "model.untie_embeddings_and_output_weights": True,
 }
+_NORMED_HEADS: Final[dict[str, Fields]] = {
+    "layernorm-grouped": {"model.qk_layernorm": True, "model.num_query_groups": 2},
+    "layernorm-rope": {**_QWEN, "model.normalization": "LayerNorm"},
+    "rmsnorm": {"model.qk_layernorm": True, "model.normalization": "RMSNorm"},
+    "rmsnorm-grouped": {**_QWEN, "model.position_embedding_type": "learned_absolute"},
+}
+"""Norms of queries and keys: what they keep depends on norm, format, rotation and the groups of a rank."""
 _MIXTRAL: Final = {
     **_LLAMA,
     "model.num_moe_experts": 4,
@@ -151,6 +158,12 @@ def _core() -> Iterator[tuple[str, int, Fields]]:
         ranks, fields = _CORE_LAYOUTS[layout]
         yield f"{layout}-llama", ranks, {**fields, **_BF16, **_LLAMA, _ACCUMULATED: 4}
         yield f"{layout}-qwen", ranks, {**fields, **_BF16, **_QWEN, _ACCUMULATED: 4}
+    for layout in ("one", "tp2"):
+        ranks, fields = _CORE_LAYOUTS[layout]
+        for name, model in _NORMED_HEADS.items():
+            for precision in ("fp32", "bf16"):
+                few = {**fields, **_PRECISIONS[precision], **model, _ACCUMULATED: 4}
+                yield f"{layout}-heads-{name}-{precision}", ranks, few
     for layout in ("one", "dp2-distributed"):
         ranks, fields = _CORE_LAYOUTS[layout]
         yield f"{layout}-mixtral", ranks, {**fields, **_BF16, **_MIXTRAL, _ACCUMULATED: 8}
@@ -264,6 +277,11 @@ def _shared() -> Iterator[tuple[str, int, Fields]]:
         yield f"{layout}-bf16-heads", ranks, {**fields, **_BF16, **_HEADS, _ACCUMULATED: 4}
         for name, model in (("llama", _LLAMA), ("qwen", _QWEN)):
             yield f"{layout}-bf16-{name}", ranks, {**fields, **_BF16, **model, _ACCUMULATED: 4}
+    for layout, (ranks, fields) in {"ddp": (1, {}), "tp2": _SHARED["tp2"]}.items():
+        for name in ("layernorm-rope", "rmsnorm-grouped"):
+            for precision in ("fp32", "bf16"):
+                few = {**fields, **_PRECISIONS[precision], **_NORMED_HEADS[name], _ACCUMULATED: 4}
+                yield f"{layout}-heads-{name}-{precision}", ranks, few
     yield "pp2-fsdp2-bf16-wide", 4, {_PP: 2, **_FSDP, **_BF16, **_WIDE, _ACCUMULATED: 8}
     yield "fsdp1-fp32", 1, {**_FSDP, _ACCUMULATED: 2}
     yield "fsdp2-fp32-accumulated", 2, {**_FSDP, _ACCUMULATED: 8}

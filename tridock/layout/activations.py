@@ -194,13 +194,15 @@ def _inner_bytes(experiment: Experiment, tokens: int, short: int, device: Device
     """Returns the bytes of the fused queries, keys and values, of copies of queries and keys, and of the output."""
     model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
     heads, keys = (tokens * size * short / tensor for size in (model.attention_size, model.key_size))
-    grouped = heads if keys < heads else 0.0  # the queries of all groups are copied out of the fused tensor
+    # The queries of several groups are copied out of the fused tensor; those of a rank's only group are a part of it.
+    grouped = heads if keys < heads and model.query_groups != tensor else 0.0
     changed = heads + keys if model.qk_layernorm or model.rotary_size else grouped
     normed = 0.0
     if model.qk_layernorm:
         rows = tokens * (model.num_attention_heads + model.query_groups) / tensor
         normed = norm_bytes(model, rows, model.head_size, short, device)
-        if model.normalization == "LayerNorm" or device == "cuda":  # the norms' input keys are part of the fused tensor
+        # The norms' input is a part of the fused tensor, or the queries' copy; a norm in fp32 casts a shorter format.
+        if model.normalization == "LayerNorm" or device == "cuda" or short == 4:
             normed -= heads + keys - grouped
     return heads + 2 * keys + changed + normed + heads
 

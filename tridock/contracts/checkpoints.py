@@ -11,6 +11,8 @@ from tridock.contracts.run_folder import read_text, write_atomic
 
 MANIFEST: Final = "files.json"
 """In every checkpoint: lists its files with sizes and hashes. Written last."""
+PROGRESS: Final = "tridock.json"
+"""In a checkpoint of engines ``torch`` and ``megatron-core``: iteration, model and layout."""
 LAYOUT: Final = "layout.json"
 """In a checkpoint folder of Megatron v1.1.5: the layout that can load it."""
 LATEST: Final = "latest"

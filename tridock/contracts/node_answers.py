@@ -210,6 +210,8 @@ class PreflightAnswer:
     read: Mapping[str, Any] = field(default_factory=dict)
     loads: bool = True
     """Whether the folder of the checkpoint to load exists."""
+    load_format: str | None = None
+    """Another program's format of the checkpoint to load, as in ``train.load: FORMAT:DIR``."""
     weights: StoredWeights | None = None
     """The weights that the run starts from, if it does."""
     has_tokenizer: bool = True

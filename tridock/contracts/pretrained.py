@@ -18,6 +18,13 @@ DEEPSPEED: Final = "deepspeed"
 MEGATRON: Final = "megatron"
 """A checkpoint of Megatron-LM v1.1.5, with or without DeepSpeed."""
 FORMATS: Final = (HF, DEEPSPEED, MEGATRON)
+NAMES: Final[Mapping[str, str]] = {
+    HF: "transformers model folder",
+    DEEPSPEED: "checkpoint of DeepSpeed",
+    MEGATRON: "checkpoint of Megatron-LM v1.1.5",
+    "": "checkpoint of a run of Tridock",
+}
+"""What a folder of each format is; an empty one is that of a run that resumes."""
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"

@@ -58,6 +58,8 @@ class Engine(ABC):
     prints_timers: ClassVar[bool] = False
     """Whether the first rank logs the phases of a step, as Megatron-LM's timers do."""
     checkpoints_load_on: ClassVar[Literal["any layout", "other replicas", "same layout"]]
+    resumes_formats: ClassVar[frozenset[str]] = frozenset()
+    """Other programs' formats (``FORMAT`` of ``train.load: FORMAT:DIR``) of checkpoints that a run resumes from."""
     checkpoint_fields: ClassVar[tuple[str, ...]] = ()
     """Fields, besides model and strategy, in which a checkpoint must match the experiment to be loaded."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tridock.contracts import heartbeat
+from tridock.contracts.checkpoints import PROGRESS
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.engines import engine_of
@@ -20,7 +21,7 @@ from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.checkpoints.choice import choose, holds_checkpoint
 from tridock.train.checkpoints.files import TORCH, Names
-from tridock.train.checkpoints.progress import PROGRESS, Progress, check_fit, read_progress
+from tridock.train.checkpoints.progress import Progress, check_fit, read_progress
 from tridock.train.checkpoints.saver import Saver, saves_in_background
 from tridock.train.compiler import compiler_problems
 from tridock.train.data.dataset import load_splits, mixed_seed

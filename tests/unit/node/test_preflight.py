@@ -121,3 +121,13 @@ def test_a_folder_of_weights(tmp_path: Path) -> None:
     assert answer("preflight", f"--weights=deepspeed:{tmp_path}/none")["weights"] is None
     problem = answer("preflight", f"--weights=deepspeed:{tmp_path}")["weights"]["problem"]
     assert (problem["where"], problem["what"]) == (str(tmp_path), "holds no checkpoint of DeepSpeed")
+
+
+def test_the_format_of_a_folder_to_resume_from(tmp_path: Path) -> None:
+    assert answer("preflight", f"--load={tmp_path}")["load_format"] is None
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert answer("preflight", f"--load={tmp_path}")["load_format"] == "hf"
+    assert answer("preflight", f"--load={tmp_path}", f"--weights=hf:{tmp_path}")["load_format"] is None
+    (tmp_path / "tridock.json").touch()
+    assert answer("preflight", f"--load={tmp_path}")["load_format"] is None

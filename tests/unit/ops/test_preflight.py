@@ -50,7 +50,7 @@ def ask(
     def node_verb(node: str, *arguments: str, stdin: bytes | None, timeout: float) -> Completed:
         asked[node] = arguments
         read = {"data/t_document.json": {"vocab_size": 9, "tokens": 100, "bin_sha256": "ee"}}
-        read["runs/none/layout.json"] = {}
+        read[f"{train['load']}/layout.json"] = {}
         answer = {"files": GOOD, "read": read, "contract": contract(), **head} if node == "node-1" else {"files": files}
         return Completed(0, json.dumps(answer).encode(), b"")
 
@@ -262,6 +262,22 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     assert str(caught.value) == (
         "t.yaml: train.load: no such folder on the first node; got 'runs/none'; "
         "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    )
+
+
+def test_a_checkpoint_of_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 1}, "load_format": "hf"}, load="data/smol")
+    assert str(caught.value) == (
+        "t.yaml: train.load: is a transformers model folder, of which engine megatron-deepspeed loads the weights only;"
+        " got data/smol; set it to hf:data/smol"
+    )
+    ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 1}, "load_format": "megatron"}, load="checkpoints/345m")
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 1}, "loads": False}, load="megatorn:data/345m")
+    assert str(caught.value) == (
+        "t.yaml: train.load: no such folder on the first node; got 'megatorn:data/345m'; "
+        "name a folder, or FORMAT:DIR with one of the formats hf, deepspeed, megatron"
     )
 
 

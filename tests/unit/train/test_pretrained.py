@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from tests.unit.train.test_huggingface import GPT2, KINDS, LLAMA, TOKENS, UNTIED, experiment
-from tridock.contracts.pretrained import StoredWeights
+from tridock.contracts.pretrained import NAMES, StoredWeights
+from tridock.contracts.safe_pickles import DEEPSPEED_CLASSES, MEGATRON_CLASSES, foreign_class
 from tridock.errors import RequestError
 from tridock.experiment import Experiment
 from tridock.experiment.model import Model
 from tridock.experiment.weights import model_parameters
-from tridock.node.probes.pretrained import stored_weights
+from tridock.node.probes.pretrained import format_of, stored_weights
 from tridock.node.probes.torch_files import read_shapes
+from tridock.train.checkpoints.pickles import megatron_classes
 from tridock.train.huggingface.families import config_of
 from tridock.train.huggingface.weights import exported
 from tridock.train.models.gpt import GPT, Shape
@@ -331,12 +333,99 @@ def test_no_code_of_a_pickle_runs(tmp_path: Path) -> None:
     weights = names_and_weights(gpt_of(LLAMA))
     mark = tmp_path / "ran"
     folder = zero_checkpoint(tmp_path / "ck", weights, 2, trainer=Code(mark))
-    assert refusal(folder, LLAMA) == (
+    wanted = (
         "mp_rank_00_model_states.pt: holds an object that is not loaded, because a pickle can run any code; got"
         " posix.mkdir; convert the checkpoint where you trust it (zero_to_fp32.py), or copy it again"
     )
-    assert stored_weights("deepspeed", folder).parameters == model_parameters(Model.model_validate(LLAMA), TOKENS)
+    assert refusal(folder, LLAMA) == wanted
+    assert str(stored_weights("deepspeed", folder).problem) == f"{folder}/global_step7/{wanted}"
     assert not mark.exists()
+    last = zero_checkpoint(tmp_path / "last", weights, 2)
+    file = last / "global_step7/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    torch.save({**torch.load(file), "trainer": Code(mark)}, file)
+    assert str(stored_weights("deepspeed", last).problem).startswith(f"{file}: holds an object that is not loaded, ")
+
+
+def test_a_node_refuses_no_class_that_the_ranks_load() -> None:
+    import numpy as np
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+    from torch._weights_only_unpickler import _get_allowed_globals
+
+    def named(found: Any) -> str:
+        return found[1] if isinstance(found, tuple) else f"{found.__module__}.{found.__qualname__}"
+
+    of_torch = [name for name in _get_allowed_globals() if not name.startswith("torch.serialization.add_safe")]
+    assert len(of_torch) > 100
+    of_deepspeed = [named(it) for it in (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)]
+    assert foreign_class([*of_torch, *of_deepspeed, "__builtin__.set"], DEEPSPEED_CLASSES) is None
+    # A pickle names the arrays' types by strings, not by their classes.
+    of_megatron = [named(it) for it in megatron_classes() if it not in map(type, map(np.dtype, ("u4", "i8", "f8")))]
+    assert foreign_class([*of_torch, *of_deepspeed, *of_megatron], MEGATRON_CLASSES) is None
+    others = (
+        "os.system",
+        "builtins.eval",
+        "builtins.exec",
+        "torch.nn.modules.linear.Linear",
+        "torch.hub.load",
+        "torchx",
+    )
+    assert [foreign_class([name], MEGATRON_CLASSES) for name in others] == [*others]
+
+
+def test_a_folder_of_another_format_is_named(tmp_path: Path) -> None:
+    gpt = gpt_of(LLAMA)
+    zero = zero_checkpoint(tmp_path / "zero", names_and_weights(gpt), 2)
+    model = tmp_path / "model"
+    own = tmp_path / "checkpoints"
+    megatron, staged = tmp_path / "megatron", tmp_path / "staged"
+    for file in (
+        *(model / name for name in ("config.json", "model.safetensors")),
+        *(own / name for name in ("latest", "iter_0000003/tridock.json", "iter_0000003/mp_rank_00_model_states.pt")),
+        *(megatron / name for name in ("x", "iter_0000003/mp_rank_00/model_optim_rng.pt")),
+        *(staged / name for name in ("latest_checkpointed_iteration.txt", "global_step3/mp_rank_00_model_states.pt")),
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    folders = {"hf": model, "deepspeed": zero, "megatron": megatron, "": own}
+    assert {kind: format_of(folder) for kind, folder in folders.items()} == {kind: kind for kind in folders}
+    assert format_of(staged) == "megatron"
+    assert format_of(tmp_path) is None
+    for given in ("hf", "deepspeed", "megatron"):
+        for there, folder in folders.items():
+            if there != given:
+                assert str(stored_weights(given, folder).problem) == (
+                    f"{folder}: is a {NAMES[there]}, no {NAMES[given]}; use train.load: "
+                    f"{there + ':' if there else ''}{folder}"
+                )
+    # Nothing but the names of its weights tells a folder that DeepSpeed wrote for Megatron from another.
+    weights = {f"language_model.{name}": it for name, it in names_and_weights(gpt).items()}
+    odd = zero_checkpoint(tmp_path / "odd", weights, 2)
+    assert str(stored_weights("deepspeed", odd).problem) == (
+        f"{odd}: is a checkpoint of Megatron-LM v1.1.5, no checkpoint of DeepSpeed; use train.load: megatron:{odd}"
+    )
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"module": 7}, {"module": {}, "param_shapes": [7]}, torch.ones(2)])
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, content: Any) -> None:
+    (tmp_path / "a/mp_rank_00").mkdir(parents=True)
+    torch.save(content, tmp_path / "a/mp_rank_00_model_states.pt")
+    torch.save({"model": content}, tmp_path / "a/mp_rank_00/model_optim_rng.pt")
+    found = stored_weights("megatron", tmp_path / "a").problem
+    assert found is not None
+    assert found.where == f"{tmp_path}/a"
+    (tmp_path / "a/mp_rank_00/model_optim_rng.pt").unlink()
+    found = stored_weights("deepspeed", tmp_path / "a").problem
+    assert found is not None
+    assert found.what == "holds something else than a checkpoint of DeepSpeed"
+
+
+def test_the_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00_model_states.pt").mkdir()
+    assert str(stored_weights("deepspeed", tmp_path).problem) == (
+        f"{tmp_path}/mp_rank_00_model_states.pt: cannot be read; got Is a directory; check the file's owner"
+    )
 
 
 @pytest.mark.parametrize("legacy", [False, True])

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from tridock.contracts.pretrained import DEEPSPEED, MEGATRON
 from tridock.engines.deepspeed import zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.megatron_lm import legality
@@ -37,6 +38,9 @@ class MegatronLM(Engine):
     chunks_loss = False
     prints_timers = True
     checkpoints_load_on = "same layout"
+
+    # With DeepSpeed, its own checkpoints are DeepSpeed's too.
+    resumes_formats = frozenset((MEGATRON, DEEPSPEED))
 
     problems = staticmethod(legality.problems)
 

@@ -19,7 +19,7 @@ from tridock.contracts.supervision import contract
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import cuda_driver
 from tridock.node.probes.limits_and_space import memory, soft_limit
-from tridock.node.probes.pretrained import stored_weights
+from tridock.node.probes.pretrained import format_of, stored_weights
 
 
 def preflight(
@@ -44,6 +44,7 @@ def preflight(
         files={name: _fingerprint(Path(name)) for name in files},
         read={name: _json(Path(name)) for name in read},
         loads=load is None or Path(load).is_dir(),
+        load_format=(format_of(Path(load)) or None) if load is not None and weights is None else None,
         weights=_weights(weights),
         has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
         missing_packages=tuple(name for name in packages if not _has_package(name)),

@@ -1,12 +1,14 @@
 """What a node says of a folder of weights to start from (``train.load: FORMAT:DIR``), without torch."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from tridock.contracts.checkpoints import PROGRESS, TRACKER
 from tridock.contracts.megatron_weights import (
+    PLAIN,
     flat_names,
     megatron_files,
     megatron_folder,
@@ -14,10 +16,13 @@ from tridock.contracts.megatron_weights import (
     name_in_pipeline,
 )
 from tridock.contracts.pretrained import (
+    CONFIG,
     DEEPSPEED,
     HF,
     INDEX,
     MEGATRON,
+    NAMES,
+    SINGLE,
     StoredWeights,
     config_folder,
     deepspeed_folder,
@@ -25,18 +30,55 @@ from tridock.contracts.pretrained import (
     safetensors_problem,
     stored_sizes,
 )
+from tridock.contracts.safe_pickles import (
+    DEEPSPEED_CLASSES,
+    DEEPSPEED_TODO,
+    FOREIGN,
+    MEGATRON_CLASSES,
+    MEGATRON_TODO,
+    foreign_class,
+)
 from tridock.errors import Problem, RequestError
-from tridock.node.probes.torch_files import Shape, is_whole, read_shapes
+from tridock.node.probes.torch_files import Shape, is_whole, read_named, read_shapes
 
 
 def stored_weights(kind: str, folder: Path) -> StoredWeights:
     """Returns what is wrong with a folder of weights, or the sizes of the model in it."""
     try:
-        return _READ[kind](folder)
+        found = _READ[kind](folder)
     except RequestError as error:
-        return StoredWeights(error.problems[0])
+        found = StoredWeights(error.problems[0])
     except OSError as error:
-        return StoredWeights(Problem(str(folder), "cannot be read", error.strerror or str(error), "check its files"))
+        where = str(error.filename or folder)
+        return StoredWeights(Problem(where, "cannot be read", error.strerror or str(error), "check the file's owner"))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        got = f"{type(error).__name__}: {error}"
+        todo = "name another folder, or save it again with the program that wrote it"
+        found = StoredWeights(Problem(str(folder), f"holds something else than a {NAMES[kind]}", got, todo))
+    there = format_of(folder) if found.problem is not None else None
+    # Megatron's own files may look like DeepSpeed's: their names have been read.
+    known = there in (None, kind) or (kind, there) == (MEGATRON, DEEPSPEED)
+    return found if known else StoredWeights(_other_format(folder, kind, there or ""))
+
+
+def format_of(folder: Path) -> str | None:
+    """Returns the format of ``train.load: FORMAT:DIR`` that a folder has, by its files; an empty one for a checkpoint
+    that a run of Tridock resumes from, and None for anything else."""
+    if any(any(folder.glob(f"{place}{PROGRESS}")) for place in ("", "iter_*/")):
+        return ""
+    if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        return HF
+    if any(any(folder.glob(f"{place}mp_rank_*/{PLAIN}")) for place in ("", "iter_*/", "release/")):
+        return MEGATRON
+    if not any(any(folder.glob(f"{place}*_model_states.pt")) for place in ("", "*/")):
+        return None
+    return MEGATRON if (folder / TRACKER).is_file() else DEEPSPEED
+
+
+def _other_format(folder: Path, kind: str, there: str) -> Problem:
+    """Returns the problem of a folder that another format reads."""
+    what = f"is a {NAMES[there]}, no {NAMES[kind]}"
+    return Problem(str(folder), what, "", f"use train.load: {there}{':' if there else ''}{folder}")
 
 
 def _safetensors(folder: Path) -> StoredWeights:
@@ -50,12 +92,15 @@ def _safetensors(folder: Path) -> StoredWeights:
 def _deepspeed(folder: Path) -> StoredWeights:
     checkpoint = deepspeed_folder(folder)
     files = one_model_rank(checkpoint)
-    require_whole((*files.models, *files.optimizers))
+    require_loadable((*files.models, *files.optimizers), DEEPSPEED_CLASSES, DEEPSPEED_TODO)
     state = read_shapes(files.models[0])
     has_config = config_folder(folder, checkpoint) is not None
     if files.optimizers:
         _require_ranks(checkpoint, read_shapes(files.optimizers[0]), len(files.optimizers))
-    sizes = stored_sizes(_shapes(state, has_module=files.has_module), has_config=has_config)
+    shapes = _shapes(state, has_module=files.has_module)
+    if any(name.startswith(_OF_MEGATRON) for name in shapes):
+        raise RequestError(_other_format(folder, DEEPSPEED, MEGATRON))
+    sizes = stored_sizes(shapes, has_config=has_config)
     # Without ZeRO, nothing tells tied weights from others.
     return sizes if state.get("param_shapes") else replace(sizes, parameters=None)
 
@@ -65,7 +110,7 @@ def _shapes(state: Mapping[str, Any], *, has_module: bool) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     others = {*(state.get("buffer_names") or ()), *(state.get("shared_params") or ())}
     if has_module:
-        module = (state.get("module") or {}).items()
+        module = flat_names(state.get("module") or {}).items()
         shapes |= {name: found for name, found in module if isinstance(found, Shape) and name not in others}
     for group in (*(state.get("param_shapes") or ()), state.get("frozen_param_shapes") or {}):
         shapes |= group
@@ -75,7 +120,8 @@ def _shapes(state: Mapping[str, Any], *, has_module: bool) -> dict[str, Shape]:
 def _megatron(folder: Path) -> StoredWeights:
     checkpoint = megatron_folder(folder)
     files = megatron_files(checkpoint)
-    require_whole(files.all)
+    todo = DEEPSPEED_TODO if files.states else MEGATRON_TODO
+    require_loadable(files.all, MEGATRON_CLASSES, todo)
     shapes: dict[str, Any] = {}
     arguments = None
     for file in files.first:
@@ -89,6 +135,8 @@ def _megatron(folder: Path) -> StoredWeights:
             shapes |= group
         arguments = getattr(state.get("args"), "state", None)
     shapes = {name: found for name, found in shapes.items() if isinstance(found, Shape)}
+    if files.states and shapes and not any(name.startswith(_OF_MEGATRON) for name in shapes):
+        raise RequestError(_other_format(folder, MEGATRON, DEEPSPEED))
     for own in files.states:
         if own.optimizers:
             _require_ranks(checkpoint, read_shapes(own.optimizers[0]), len(own.optimizers))
@@ -96,12 +144,14 @@ def _megatron(folder: Path) -> StoredWeights:
     return megatron_sizes(checkpoint, shapes, ranks, arguments)
 
 
-def require_whole(files: Iterable[Path]) -> None:
-    """Raises :class:`RequestError` if a file is cut short."""
+def require_loadable(files: Iterable[Path], classes: Collection[str], todo: str) -> None:
+    """Raises :class:`RequestError` if a file is cut short or damaged, or names a class that is not loaded."""
     for file in files:
         if not is_whole(file):
             got = f"{file.stat().st_size:,} bytes"
             raise RequestError(Problem(str(file), "is cut short", got, "copy it again"))
+        if (foreign := foreign_class(read_named(file)[1], classes)) is not None:
+            raise RequestError(Problem(str(file), FOREIGN, foreign, todo))
 
 
 def _require_ranks(folder: Path, state: Any, found: int) -> None:
@@ -113,6 +163,8 @@ def _require_ranks(folder: Path, state: Any, found: int) -> None:
         raise RequestError(Problem(str(folder), what, f"{found} *_optim_states.pt", todo))
 
 
+_OF_MEGATRON: Final = "language_model."
+"""How the names of Megatron's weights begin."""
 _READ: Final[Mapping[str, Callable[[Path], StoredWeights]]] = {
     HF: _safetensors,
     DEEPSPEED: _deepspeed,

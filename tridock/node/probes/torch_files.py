@@ -6,7 +6,7 @@ A node's preflight reads them before a run starts. Objects of other classes beco
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -44,13 +44,19 @@ def read_shapes(file: Path) -> Any:
 
     Raises :class:`RequestError` if it is damaged or cut short.
     """
+    return read_named(file)[0]
+
+
+def read_named(file: Path) -> tuple[Any, Sequence[str]]:
+    """Returns the object of :func:`read_shapes`, and the classes and functions that the file names."""
     try:
         if not zipfile.is_zipfile(file):
             return _read_legacy(file)
         with zipfile.ZipFile(file) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as stream:
-                return _Unpickler(stream).load()
+                unpickler = _Unpickler(stream)
+                return unpickler.load(), unpickler.named
     except OSError as error:
         got = error.strerror or str(error)
     except Exception as error:  # whatever a damaged pickle makes of it
@@ -65,14 +71,15 @@ def is_whole(file: Path) -> bool:
     return zipfile.is_zipfile(file) if is_zip else file.stat().st_size > 0
 
 
-def _read_legacy(file: Path) -> Any:
+def _read_legacy(file: Path) -> tuple[Any, Sequence[str]]:
     """Reads the format of torch before 1.6: a number, a version and the system's sizes precede the object."""
     with file.open("rb") as stream:
         if _Unpickler(stream).load() != _MAGIC:
             raise pickle.UnpicklingError("neither a ZIP archive nor a file of torch before 1.6")
         for _ in range(2):
             _Unpickler(stream).load()
-        return _Unpickler(stream).load()
+        unpickler = _Unpickler(stream)
+        return unpickler.load(), unpickler.named
 
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
@@ -94,8 +101,10 @@ _KNOWN: Final[dict[tuple[str, str], Callable[..., Any]]] = {
 class _Unpickler(pickle.Unpickler):
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream, encoding="utf-8")
+        self.named: list[str] = []
 
     def find_class(self, module: str, name: str) -> Any:
+        self.named.append(f"{module}.{name}")
         return _KNOWN.get((module, name), Inert)
 
     def persistent_load(self, _: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from tridock.contracts import checkpoints
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
-from tridock.contracts.pretrained import DEEPSPEED, MEGATRON, StoredWeights
+from tridock.contracts.pretrained import DEEPSPEED, FORMATS, MEGATRON, NAMES, StoredWeights
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError, count
 from tridock.experiment import Experiment, fields_digest
@@ -136,7 +136,13 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
         todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
         if experiment.train.pretrained_folder is not None:
             todo = "copy it there: tridock data sync copies folders of data/"
+        elif ":" in (experiment.train.load or ""):
+            todo = f"name a folder, or FORMAT:DIR with one of the formats {', '.join(FORMATS)}"
         yield Problem(f"{config}: train.load", "no such folder on the first node", repr(experiment.train.load), todo)
+    if answer.load_format is not None and answer.load_format not in engine_of(experiment).resumes_formats:
+        what = f"is a {NAMES[answer.load_format]}, of which engine {experiment.engine} loads the weights only"
+        todo = f"set it to {answer.load_format}:{experiment.train.load}"
+        yield Problem(f"{config}: train.load", what, str(experiment.train.load), todo)
     if answer.weights is not None:
         yield from _weights_problems(config, experiment, read["manifest"], answer.weights)
     if not answer.has_tokenizer:

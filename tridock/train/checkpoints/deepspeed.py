@@ -18,13 +18,11 @@ from torch import Tensor
 
 from tridock.contracts.megatron_weights import flat_names
 from tridock.contracts.pretrained import StateFiles
+from tridock.contracts.safe_pickles import DEEPSPEED_TODO
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.pickles import refusing_foreign, safe_torch_load
 from tridock.train.checkpoints.write_errors import replaced
 from tridock.train.checkpoints.zero_reshard import gather_slice
-
-TODO: Final = "convert the checkpoint where you trust it (zero_to_fp32.py), or copy it again"
-
 
 _BF16_VECTORS: Final = "single_partition_of_fp32_groups"
 _OF_CLIENTS: Final = ("args", "checkpoint_version")
@@ -42,7 +40,7 @@ class DeepSpeedWeights:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, Callable[[], Tensor]] = {}
-        with refusing_foreign(TODO), safe_torch_load(classes, mmap=True), _understood(folder):
+        with refusing_foreign(DEEPSPEED_TODO), safe_torch_load(classes, mmap=True), _understood(folder):
             state = torch.load(files.models[0], map_location="cpu", weights_only=True)
             if files.has_module:
                 self._add_module(state["module"], state.get("buffer_names") or ())

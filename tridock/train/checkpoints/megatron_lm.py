@@ -16,6 +16,7 @@ from tridock.contracts.megatron_weights import (
     name_in_pipeline,
 )
 from tridock.contracts.pretrained import listed, shape_text
+from tridock.contracts.safe_pickles import MEGATRON_TODO
 from tridock.errors import Problem, RequestError
 from tridock.experiment.model import Model
 from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
@@ -37,7 +38,6 @@ _OUTSIDE: Final = {
 }
 _BY_COLUMNS: Final = ("token_embedding.weight", ".query_key_value.weight", ".query_key_value.bias", "dense_h_to_4h.")
 _BY_ROWS: Final = ("attention.dense.weight", "dense_4h_to_h.weight")
-_TODO: Final = "load it with engine megatron-deepspeed and save it again, or remove the object where you trust it"
 
 
 class MegatronWeights:
@@ -177,5 +177,5 @@ def _pipeline(layers: Mapping[int, Path]) -> _Shard:
 
 
 def _load(file: Path) -> Any:
-    with refusing_foreign(_TODO), safe_torch_load(megatron_classes(), mmap=is_zip(file)):
+    with refusing_foreign(MEGATRON_TODO), safe_torch_load(megatron_classes(), mmap=is_zip(file)):
         return torch.load(file, map_location="cpu", weights_only=True)

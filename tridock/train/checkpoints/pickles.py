@@ -17,6 +17,7 @@ from typing import IO, Any, Final
 
 import torch
 
+from tridock.contracts.safe_pickles import ARRAYS, FOREIGN, LOSS_SCALERS
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.write_errors import replaced
 
@@ -60,7 +61,7 @@ def refusing_foreign(todo: str) -> Iterator[None]:
             return load(file, *given, **options)
         except pickle.UnpicklingError as error:
             found = _FOREIGN.search(str(error))
-            what = "holds an object that is not loaded, because a pickle can run any code"
+            what = FOREIGN
             got = found[1] or found[2] if found else str(error).strip().splitlines()[0]
         except (OSError, RuntimeError, EOFError, ValueError) as error:
             what, got = "cannot be read", str(error).strip().splitlines()[0]
@@ -91,16 +92,12 @@ def megatron_classes() -> list[Any]:
     its loss scaler."""
     import numpy as np
 
-    # NumPy has moved it between versions, so pickles may have either name.
     rebuild = np.zeros(0).__reduce__()[0]
-    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
     kinds = [type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")]
-    scalers = [f"{place}fp16.loss_scaler.{name}" for place in ("megatron.", "") for name in ("LossScaler", _DYNAMIC)]
-    replaced_ = [*((rebuild, name) for name in names), *((_LossScaler, name) for name in scalers)]
+    replaced_ = [*((rebuild, name) for name in ARRAYS), *((_LossScaler, name) for name in LOSS_SCALERS)]
     return [argparse.Namespace, np.ndarray, np.dtype, *kinds, *replaced_]
 
 
-_DYNAMIC: Final = "DynamicLossScaler"
 _DISTRIBUTED: Final = "torch.distributed.checkpoint."
 _METADATA: Final = {
     f"{_DISTRIBUTED}metadata": (

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.checkpoints import PROGRESS
 from tridock.contracts.events import Cause
 from tridock.engines import ENGINES, engine_of
 from tridock.errors import Problem, RequestError
@@ -15,7 +16,6 @@ from tridock.experiment.schema import Experiment
 from tridock.experiment.weights import position_rows
 from tridock.train.rank.process_group import Ranks
 
-PROGRESS: Final = "tridock.json"
 _MODEL: Final = (
     *("num_layers", "hidden_size", "num_attention_heads", "normalization", "norm_epsilon", "qk_layernorm", "swiglu"),
     *("position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from tridock.contracts.checkpoints import newest, saved_in
+from tridock.contracts.checkpoints import PROGRESS, newest, saved_in
 from tridock.contracts.pretrained import CONFIG
 from tridock.contracts.run_folder import CHECKPOINTS, EXPERIMENT
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
@@ -16,7 +16,7 @@ from tridock.experiment import Experiment, load_experiment
 from tridock.experiment.model import Model
 from tridock.train.checkpoints.files import damage
 from tridock.train.checkpoints.files import read_manifest as read_manifest_of_files
-from tridock.train.checkpoints.progress import PROGRESS, read_progress
+from tridock.train.checkpoints.progress import read_progress
 from tridock.train.checkpoints.weights import weights_in
 from tridock.train.huggingface.families import model_fields
 from tridock.train.huggingface.stored import Safetensors, read_config

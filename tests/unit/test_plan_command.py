@@ -325,6 +325,12 @@ def test_a_run_on_cpus_gives_the_rate_of_its_devices(capsys: pytest.CaptureFixtu
     assert found["from_run"]["memory"] is None
     assert main(["plan", "--from-run", run]) == 0
     assert "unknown" in capsys.readouterr().out.partition("Corrected by")[2]
+    where = f"{tmp_path}/a/experiment.yaml: a search needs to know the GPU"
+    assert refused(capsys, "--from-run", run, "--search") == (
+        f"{where}; give --gpu with the memory of a device, as in 24gib\n"
+    )
+    searched = document(capsys, "--from-run", run, "--search", "--gpu", "24gib")
+    assert any(not one["set"] and one["seconds"] == pytest.approx(0.25) for one in searched["found"])
 
 
 @pytest.mark.parametrize(
@@ -337,7 +343,7 @@ def test_a_run_on_cpus_gives_the_rate_of_its_devices(capsys: pytest.CaptureFixtu
         (
             ("--gpu", "h200"),
             "--gpu: is not what {run} ran on, CPUs or an unknown GPU, of which only the run's rate is known; got h200; "
-            "give a run on this GPU, or leave --from-run out",
+            "give a run on this GPU, the memory of a device alone (as in 24gib), or leave --from-run out",
         ),
     ],
 )
@@ -368,8 +374,8 @@ def test_a_program_has_its_slots_planned_and_no_memory(tmp_path: Path, capsys: p
     what = "command: torchrun gets these options from Tridock; got --nnodes=2; "
     assert refused(capsys, *where, "--set", "command=[torchrun, --nnodes=2, t.py]").startswith(what)
     todo = "leave them out: they are about a model"
-    assert refused(capsys, *where, "--search", "--why") == (
-        f"{path}: is your own program, without a model; got --search, --why; {todo}\n"
+    assert refused(capsys, *where, "--search", "--plot", "a.svg") == (
+        f"{path}: is your own program, without a model; got --search, --plot; {todo}\n"
     )
 
 

@@ -75,14 +75,12 @@ def test_why_an_illegal_layout(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [
-        (("TP4", "TP2", "TP1"), "--why: takes at most two layouts, and no --search or --plot; got 3; leave some out"),
+        (("TP4", "TP2", "TP1"), "--why: takes at most two layouts; got 3; leave some out"),
+        (("TP4", "--search"), "--search: has no effect with --why; leave one of the two out"),
+        (("TP4", "--plot", "a.svg"), "--plot: has no effect with --why; leave one of the two out"),
         (
-            ("TP4", "--search"),
-            "--why: takes at most two layouts, and no --search or --plot; got --search too; leave some out",
-        ),
-        (
-            ("TP4", "--plot", "a.svg"),
-            "--why: takes at most two layouts, and no --search or --plot; got --plot too; leave some out",
+            ("TP4", "--cost-per-gpu-hour", "2"),
+            "--cost-per-gpu-hour: has no effect with --why; leave one of the two out",
         ),
         (
             ("TP4 DP8",),
@@ -155,10 +153,15 @@ def test_the_front_of_memory_and_time(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_the_best_layouts_cost(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", *V100, "--search", "--tokens", "1e9")
     best = document(capsys, *arguments)["found"][0]
-    assert main(["plan", *arguments, "--cost-per-gpu-hour", "2"]) == 0
     hours = 16 * 1e9 / best["tokens_per_second"] / 3600
-    shown = capsys.readouterr().out
-    assert f"{hours:,.1f} GPU hours, which cost {2 * hours:,.2f} at 2 each" in shown.partition("Best layout:")[2]
+    assert (best["gpu_hours"], best["cost"]) == (pytest.approx(hours), None)
+    asked = (*arguments, "--cost-per-gpu-hour", "2", "--node-mtbf", "6300", "--checkpoint-gb-s", "1")
+    assert document(capsys, *asked)["found"][0]["cost"] == pytest.approx(2 * hours)
+    for illegal in ((), ("--set", "parallel.tensor_model_parallel_size=3")):  # the search looks for one that runs
+        assert main(["plan", *asked, *illegal]) == 0
+        shown = capsys.readouterr().out.partition("Best layout:")[2]
+        assert f"{hours:,.1f} GPU hours, which cost {2 * hours:,.2f} at 2 each" in shown
+        assert "goodput 99." in shown
 
 
 def write(path: Path, fields: dict[str, Any]) -> None:
@@ -336,6 +339,14 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.err == f"{message}\n"
 
 
+def test_nothing_works_for_another_reason_than_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fields = {"engine": "megatron-core", "model": {**WIDE, "seq_length": 128, "num_moe_experts": 8}}
+    write(tmp_path / "e.yaml", {**fields, "precision": "bf16", "batch": {"micro_batch_size": 1}})
+    found = document(capsys, str(tmp_path / "e.yaml"), "--search", "--nodes", "1", "--gpu", "h100", code=2)
+    reason = "correct the experiment: model.add_bias_linear megatron-core does not train experts with biases"
+    assert found["problems"][0]["message"].endswith(f"layouts works; {reason}")
+
+
 # ---- the user's own program ----
 
 
@@ -354,6 +365,9 @@ def test_states_go_to_the_host_only_where_nothing_fits_without(
     options = [word for override in layouts[0]["set"] for word in ("--set", override)]
     again = document(capsys, *small, *options)
     assert again["verdict"] == "fits"
+    compared = document(capsys, *small, "--why", "ZeRO-3 op MB1", "ZeRO-3 MB1")["why"]
+    assert compared["layout"]["layout"] == "TP1 PP1 DP4 MB1 ZeRO-3 op"
+    assert (compared["layout"]["verdict"], compared["others"][0]["verdict"]) == ("fits", "no-fit")
     assert again["host_memory"]["node-0"]["least"] > 200e9
     assert main(["plan", *small, "--search"]) == 0
     text = capsys.readouterr().out

@@ -179,11 +179,8 @@ def _planned(arguments: argparse.Namespace) -> int:
     if run is not None:
         assumptions = _corrected(assumptions, run)
     if arguments.why is not None:
-        if len(arguments.why) > 2 or arguments.search or arguments.plot is not None:
-            others = {"--search": arguments.search, "--plot": arguments.plot is not None}
-            got = next((f"{option} too" for option, given in others.items() if given), str(len(arguments.why)))
-            what = "takes at most two layouts, and no --search or --plot"
-            raise RequestError(Problem("--why", what, got, "leave some out"))
+        if len(arguments.why) > 2:
+            raise RequestError(Problem("--why", "takes at most two layouts", str(len(arguments.why)), "leave some out"))
         from tridock.report.why_output import print_why
 
         return print_why(config, overrides, slots, assumptions, console(), arguments.why, arguments.json)
@@ -192,11 +189,18 @@ def _planned(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unused(arguments: argparse.Namespace) -> None:
-    """Raises :class:`RequestError` for options that say nothing of the nodes that the others name."""
+    """Raises :class:`RequestError` for options without effect beside the others."""
     problems = []
     if arguments.gpus_per_node is not None and arguments.nodes is None:
         got, todo = str(arguments.gpus_per_node), "give --nodes too, or leave it out"
         problems.append(Problem("--gpus-per-node", "is the number of slots of --nodes", got, todo))
+    without_why = {
+        "--search": arguments.search or None, "--plot": arguments.plot, "--tokens": arguments.tokens,
+        "--cost-per-gpu-hour": arguments.cost_per_gpu_hour, "--node-mtbf": arguments.node_mtbf,
+    }  # fmt: skip
+    for option, value in without_why.items():
+        if arguments.why is not None and value is not None:
+            problems.append(Problem(option, "has no effect with --why", "", "leave one of the two out"))
     if arguments.nodes is not None or (arguments.from_run is not None and arguments.hosts is None):
         for option, text in (("--include", arguments.include), ("--exclude", arguments.exclude)):
             if text:
@@ -247,10 +251,13 @@ def _corrected(assumptions: Assumptions, run: MeasuredRun) -> Assumptions:
         got = f"{assumptions.tflops:g}"
         raise RequestError(Problem("--tflops", "sets what --from-run takes from the run", got, todo))
     correction, gpu = correction_of(run, assumptions), assumptions.gpu
-    if correction.planned_s is None and gpu is not None and gpu != run.gpu:
+    has_rates = gpu is not None and gpu.tflops_16 is not None
+    if correction.planned_s is None and gpu is not None and gpu != run.gpu and (has_rates or run.gpu is not None):
         ran = "CPUs or an unknown GPU" if run.gpu is None else f"a {run.gpu.name}"
         what, got = f"is not what {run.source} ran on, {ran}, of which only the run's rate is known", gpu.name
-        todo = "give a run on this GPU, or leave --from-run out"
+        todo = "give a run on this GPU, the memory of a device alone (as in 24gib), or leave --from-run out"
+        if run.gpu is not None:
+            todo = "give a run on this GPU, or leave --from-run out"
         raise RequestError(Problem("--gpu", what, got, todo))
     return replace(assumptions, gpu=gpu or run.gpu, correction=correction)
 

@@ -41,6 +41,13 @@ class Candidate:
         assert self.cost.estimate is not None
         return self.cost.estimate.iteration
 
+    def gpu_hours(self, tokens: float | None) -> float:
+        """Returns the GPU hours of all ranks together for ``tokens``, or for the tokens of the run."""
+        tokens = tokens or float(self.experiment.train.train_iters * self.cost.tokens)
+        days = self.cost.days(tokens)
+        assert days is not None
+        return 24 * days * self.data_parallel_size * size_of_replica(self.experiment)
+
     @property
     def tenths_of_gib(self) -> int:
         """Returns the memory of the fullest rank in tenths of a GiB."""
@@ -51,6 +58,8 @@ class Candidate:
 class Rejected:
     choice: Choice
     reason: str
+    is_legal: bool = False
+    """Whether the layout could run, but does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,8 @@ def search(
     rates = assumptions.rates(experiment, per_node)
     if assumptions.gpu is None or rates.device is None:
         todo = "give --gpu (with its memory alone, also --tflops), or gpu: in the settings beside the hostfile"
+        if assumptions.correction is not None and rates.device is not None:
+            todo = "give --gpu with the memory of a device, as in 24gib"
         raise RequestError(Problem(source, "a search needs to know the GPU", "", todo))
     if experiment.model.is_vision and assumptions.tflops is None:
         what = "a search needs to know how fast a GPU is with convolutions"
@@ -138,7 +149,7 @@ def _judge(
     memory = [memory_of_stage(candidate, stage, shape, gpu, correction, groups, attention) for stage in stages]
     worst = max(memory, key=lambda stage: stage.total_bytes)
     if worst.fit == "no-fit":
-        return Rejected(choice, "does not fit the GPU's memory")
+        return Rejected(choice, "does not fit the GPU's memory", is_legal=True)
     cost = cost_of(candidate, shape, max(stage.state_bytes for stage in memory), rates)
     return Candidate(choice, candidate, data, worst, cost)
 

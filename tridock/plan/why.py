@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tridock.engines.engine import Choice
 from tridock.engines.fields import as_overrides
+from tridock.engines.offload import Offload
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.layout.plan import layout_label
@@ -26,6 +27,7 @@ from tridock.plan.search import choices, value_of, with_choice, with_global_batc
 
 Slots = Mapping[str, Sequence[int]]
 
+_OFFLOADED: Final = "deepspeed.zero_optimization.offload_{}={{device: cpu}}"
 _SHORT: Final = {
     "TP": "parallel.tensor_model_parallel_size",
     "PP": "parallel.pipeline_model_parallel_size",
@@ -33,15 +35,26 @@ _SHORT: Final = {
     "FIRST": "parallel.decoder_first_pipeline_num_layers",
     "LAST": "parallel.decoder_last_pipeline_num_layers",
     "CP": "parallel.context_parallel_size",
+    "EP": "parallel.expert_model_parallel_size",
+    "ETP": "parallel.expert_tensor_parallel_size",
     "MB": "batch.micro_batch_size",
     "ZERO-": "parallel.zero_stage",
 }
-_LABEL: Final = re.compile(r"(TP|PP|VPP|FIRST|LAST|CP|DP|MB|ZERO-)([0-9]{1,7})", re.IGNORECASE)
+_WORDS: Final[dict[str, tuple[str, ...]]] = {
+    "SP": ("parallel.sequence_parallel=true",),
+    "DIST": ("parallel.use_distributed_optimizer=true",),
+    "ONCE": ("parallel.reduce_gradients_once=true",),
+    "O": (_OFFLOADED.format("optimizer"),),
+    "OP": (_OFFLOADED.format("optimizer"), _OFFLOADED.format("param")),
+}
+_LABEL: Final = re.compile(r"(TP|PP|VPP|FIRST|LAST|CP|EP|ETP|DP|MB|ZERO-)([0-9]{1,7})", re.IGNORECASE)
 _OFF: Final = (
     f"{_SHORT['VPP']}=1",
     f"{_SHORT['FIRST']}=null",
     f"{_SHORT['LAST']}=null",
     f"{_SHORT['CP']}=1",
+    f"{_SHORT['EP']}=1",
+    f"{_SHORT['ETP']}=null",
     "parallel.sequence_parallel=false",
 )
 """The overrides for words that a label omits."""
@@ -64,7 +77,9 @@ class JudgedLayout:
     def label(self) -> str:
         """Returns the label that the search prints."""
         parallel = self.experiment.parallel
-        sharded = f" ZeRO-{parallel.zero_stage}" if parallel.zero_stage else ""
+        sharded = f" ZeRO-{parallel.zero_stage}{Offload.of(self.experiment).label}" if parallel.zero_stage else ""
+        sharded += " dist" if parallel.use_distributed_optimizer else ""
+        sharded += " once" if parallel.reduce_gradients_once else ""
         sequence = " SP" if parallel.sequence_parallel else ""
         micro = self.experiment.batch.micro_batch_size
         return f"{layout_label(parallel, self.data_parallel_size)}{sequence} MB{micro}{sharded}"
@@ -223,13 +238,14 @@ def _is_size(value: object) -> bool:
 
 def overrides_of_layout(text: str) -> list[str]:
     """Returns the ``--set`` overrides of a layout as the search prints it (``TP4 PP2 DP2 SP MB2 ZeRO-1``), or of its
-    fields (``parallel.zero_stage=1``), separated by spaces or commas.
+    fields (``parallel.zero_stage=1``), separated by spaces or commas outside brackets.
 
-    With TP or PP given, omitted VPP, CP and SP are off. Raises :class:`RequestError` with every word it does not know.
+    With TP or PP given, omitted VPP, FIRST, LAST, CP, EP, ETP and SP are off. Raises :class:`RequestError` with every
+    word it does not know.
     """
     found: dict[str, str] = {}
     wrong = []
-    words = text.replace(",", " ").split()
+    words = _words(text)
     if any(word.upper().startswith(("TP", "PP")) for word in words):
         found = {override.partition("=")[0]: override for override in _OFF}
     for word in words:
@@ -237,9 +253,9 @@ def overrides_of_layout(text: str) -> list[str]:
         if label := _LABEL.fullmatch(word):
             if (name := label[1].upper()) != "DP":
                 found[_SHORT[name]] = f"{_SHORT[name]}={int(label[2])}"
-        elif word.upper() == "SP":
-            found["parallel.sequence_parallel"] = "parallel.sequence_parallel=true"
-        elif equals and "." in field:
+        elif word.upper() in _WORDS:
+            found |= {override.partition("=")[0]: override for override in _WORDS[word.upper()]}
+        elif equals and field:
             found[field] = word
         else:
             wrong.append(word)
@@ -249,9 +265,21 @@ def overrides_of_layout(text: str) -> list[str]:
     return list(found.values())
 
 
+def _words(text: str) -> list[str]:
+    """Splits a layout at spaces and commas that are not within brackets."""
+    words, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if depth <= 0 and (character == "," or character.isspace()):
+            words.append("")
+        else:
+            words[-1] += character
+    return [word for word in words if word]
+
+
 def check_data_parallel(text: str, judged: JudgedLayout) -> None:
     """Raises :class:`RequestError` if a layout names another data parallel size than it has on these slots."""
-    named = [int(label[2]) for word in text.replace(",", " ").split() if (label := _LABEL.fullmatch(word)) and
+    named = [int(label[2]) for word in _words(text) if (label := _LABEL.fullmatch(word)) and
              label[1].upper() == "DP"]  # fmt: skip
     if not judged.problems and any(size != judged.data_parallel_size for size in named):
         what = f"follows from the slots: it is DP{judged.data_parallel_size} with the other sizes"

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from tridock.plan.memory import GIB, StageMemory
 from tridock.plan.search import Candidate, Search, count_reasons, overrides_of, search
 from tridock.progress import bars
 from tridock.report import rank_map
+from tridock.report.cost_text import days_line, goodput_line
 from tridock.report.pareto_plot import plot_pareto_front
 from tridock.report.plan_text import (
     LABELS,
     STYLES,
     correction_rows,
     count_short,
-    duration,
     flops,
     gib,
     headed_table,
@@ -67,7 +67,7 @@ def print_plan(
         with bars(quiet=show.quiet) as begin:
             bar = begin("search", None, unit="layouts")
             found = search(experiment, slots, str(config), assumptions, bar.set)
-        return _print_search(found, assessment, console, show)
+        return _print_search(found, assessment, slots, console, show)
     return _print_plan(assessment, console, show)
 
 
@@ -92,8 +92,12 @@ def _print_plan(assessment: Assessment, console: Console, show: Show) -> int:
     return RequestError.exit_code if refused else 0
 
 
-def _print_search(found: Search, assessment: Assessment, console: Console, show: Show) -> int:
+def _print_search(
+    found: Search, assessment: Assessment, slots: Mapping[str, Sequence[int]], console: Console, show: Show
+) -> int:
     todo = "use more GPUs, GPUs with more memory, or a smaller model"
+    if found.rejected and not any(one.is_legal for one in found.rejected):
+        todo = f"correct the experiment: {count_reasons(found.rejected)[0][0]}"
     none = RequestError(Problem(assessment.source, f"none of {count(len(found.rejected), 'layout')} works", "", todo))
     if show.plot and found.found:
         plot_pareto_front(found, assessment.experiment.name, Path(show.plot))
@@ -108,17 +112,19 @@ def _print_search(found: Search, assessment: Assessment, console: Console, show:
             changes = overrides_of(found.found[0], assessment.experiment)
             options = " ".join(f"--set {change}" for change in changes)
             console.print(f"\nBest layout: {options or 'the experiment as it is'}", soft_wrap=True)
-            best = replace(assessment, experiment=found.found[0].experiment, cost=found.found[0].cost)
             asked = assessment.assumptions
-            if assessment.plan is not None and (asked.tokens or asked.cost_per_gpu_hour):
-                console.print(days_line(best), soft_wrap=True)
+            best = assess(found.found[0].experiment, slots, assessment.source, asked)
+            for line in (days_line(best) if asked.tokens or asked.cost_per_gpu_hour else None, goodput_line(best)):
+                if line is not None:
+                    console.print(line, soft_wrap=True)
         else:
             print(none, file=sys.stderr)
     return 0 if found.found else RequestError.exit_code
 
 
 def _document(found: Search, assessment: Assessment, problems: Sequence[Problem]) -> dict[str, Any]:
-    front = {id(one) for one in found.pareto_front}
+    front, asked = {id(one) for one in found.pareto_front}, assessment.assumptions
+    each, correction = asked.cost_per_gpu_hour, asked.correction
     return {
         "found": [
             {
@@ -132,15 +138,13 @@ def _document(found: Search, assessment: Assessment, problems: Sequence[Problem]
                 "seconds": one.seconds,
                 "tokens_per_second": one.cost.estimate.tokens_per_second if one.cost.estimate else None,
                 "mfu": one.cost.estimate.mfu if one.cost.estimate else None,
+                "gpu_hours": one.gpu_hours(asked.tokens),
+                "cost": None if each is None else each * one.gpu_hours(asked.tokens),
             }
             for one in found.found
         ],
         "network": found.rates.network_source,
-        **(
-            {}
-            if assessment.assumptions.correction is None
-            else {"from_run": assessment.assumptions.correction.document()}
-        ),
+        **({} if correction is None else {"from_run": correction.document()}),
         "rejected": [{"fields": dict(one.choice), "reason": one.reason} for one in found.rejected],
         "problems": [problem.document for problem in problems],
     }
@@ -148,7 +152,6 @@ def _document(found: Search, assessment: Assessment, problems: Sequence[Problem]
 
 _MOST_COLUMNS = 4
 _MOST_LAYOUTS = 12
-_LEAST_HOURS = 0.1
 _MOST_REASONS = 8
 
 
@@ -318,47 +321,6 @@ def _estimated(cost: Cost, model: Model) -> Iterator[tuple[str, str]]:
     yield "speed", f"about {estimate.tokens_per_second:,.0f} {model.unit}/s, {per_day} {model.unit} per day"
     if estimate.mfu is not None:
         yield "MFU", f"about {estimate.mfu:.0%}"
-
-
-def days_line(assessment: Assessment) -> str | None:
-    """Returns the time and GPU hours to train on the tokens asked for; None if they or the step time are unknown."""
-    cost = assessment.cost
-    if cost is None or (days := cost.days(assessment.tokens)) is None:
-        return None
-    counted = f"{count_short(assessment.tokens)} {assessment.experiment.model.unit}"
-    for length, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes"), (1 / 86400, "seconds")):
-        if days >= length:
-            return f"{counted} take about {days / length:,.1f} {unit}{_hours(assessment)}"
-    return f"{counted} take less than a second"
-
-
-def _hours(assessment: Assessment) -> str:
-    """Returns GPU hours and their cost; empty below a tenth of an hour."""
-    hours, price, each = assessment.gpu_hours, assessment.price, assessment.assumptions.cost_per_gpu_hour
-    if hours is None or (hours < _LEAST_HOURS and price is None):
-        return ""
-    cost = "" if price is None else f", which cost {price:,.2f} at {each:g} each"
-    energy = assessment.energy_kwh
-    used = "" if energy is None else f", at most {energy:,.{0 if energy >= 10 else 1}f} kWh of the GPUs"
-    return f": {hours:,.1f} GPU hours{cost}{used}"
-
-
-def goodput_line(assessment: Assessment) -> str | None:
-    """Returns the goodput with the experiment's and the best ``save_interval``; None if it was not asked for."""
-    found, size = assessment.goodput, assessment.checkpoint_bytes / 1e9
-    if found is None:
-        return None
-    failing = f"a failure every {duration(found.mtbf_hours * 3600)}"
-    saving = (
-        f"{size:,.1f} GB of a checkpoint take {duration(found.writing)}, and stop training for {duration(found.pause)}"
-    )
-    intervals = {"train.save_interval": found.own, "the best interval": found.best}
-    shown = (
-        f"{interval.goodput:.1%} with {name} {interval.iterations:,} ({duration(interval.seconds)})"
-        for name, interval in intervals.items()
-        if interval is not None
-    )
-    return f"goodput {', '.join(shown)}: {failing}; {saving}"
 
 
 def _traffic_table(cost: Cost) -> Table:

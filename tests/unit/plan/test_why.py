@@ -11,7 +11,9 @@ from tridock.errors import RequestError
 from tridock.experiment import Experiment
 from tridock.gpus import GPUS
 from tridock.plan import Assumptions, assess
+from tridock.plan.search import Candidate, search
 from tridock.plan.why import JudgedLayout, difference, judge_layout, neighbors, overrides_of_layout, with_batch_of
+from tridock.yaml_text import parse_value
 
 BASE: dict[str, Any] = {
     "name": "small",
@@ -26,7 +28,7 @@ BASE: dict[str, Any] = {
     "train": {"train_iters": 3},
 }  # fmt: skip
 SLOTS = {f"node-{number}": range(4) for number in range(2)}
-OFF = {"VPP": "1", "FIRST": "null", "LAST": "null", "CP": "1", "SP": "false"}
+OFF = {"VPP": "1", "FIRST": "null", "LAST": "null", "CP": "1", "EP": "1", "ETP": "null", "SP": "false"}
 """What a layout by its label does not name."""
 A100 = Assumptions(GPUS["a100-40gb"], network_gbit=400.0)
 
@@ -125,6 +127,12 @@ def test_neighbors_with_the_other_engines(engine: str) -> None:
         ("tp2,vpp3", {**OFF, "TP": "2", "VPP": "3"}),
         ("MB4 ZeRO-2", {"MB": "4", "ZERO": "2"}),
         ("parallel.zero_stage=3", {"ZERO": "3"}),
+        ("TP2 PP1 EP4 ETP1 DP2", {**OFF, "TP": "2", "PP": "1", "EP": "4", "ETP": "1"}),
+        ("MB2 dist", {"MB": "2", "DIST": "true"}),
+        ("once precision=bf16", {"ONCE": "true", "precision": "bf16"}),
+        ("ZeRO-2 o", {"ZERO": "2", "O": "{device: cpu}"}),
+        ("ZeRO-3 op", {"ZERO": "3", "O": "{device: cpu}", "P": "{device: cpu}"}),
+        ("deepspeed={a: [1, 2], b: 3},MB2", {"deepspeed": "{a: [1, 2], b: 3}", "MB": "2"}),
     ],
 )
 def test_a_layout_as_a_user_names_it(text: str, sizes: dict[str, str]) -> None:
@@ -135,11 +143,34 @@ def test_a_layout_as_a_user_names_it(text: str, sizes: dict[str, str]) -> None:
         "FIRST": "parallel.decoder_first_pipeline_num_layers",
         "LAST": "parallel.decoder_last_pipeline_num_layers",
         "CP": "parallel.context_parallel_size",
+        "EP": "parallel.expert_model_parallel_size",
+        "ETP": "parallel.expert_tensor_parallel_size",
+        "DIST": "parallel.use_distributed_optimizer",
+        "ONCE": "parallel.reduce_gradients_once",
+        "O": "deepspeed.zero_optimization.offload_optimizer",
+        "P": "deepspeed.zero_optimization.offload_param",
         "SP": "parallel.sequence_parallel",
         "MB": "batch.micro_batch_size",
         "ZERO": "parallel.zero_stage",
     }
-    assert set(overrides_of_layout(text)) == {f"{names[name]}={value}" for name, value in sizes.items()}
+    assert set(overrides_of_layout(text)) == {f"{names.get(name, name)}={value}" for name, value in sizes.items()}
+
+
+def test_every_layout_of_a_search_can_be_named() -> None:
+    fields = {"model.num_moe_experts": 4, "model.add_bias_linear": False}
+    found = search(experiment(**fields), SLOTS, "e", A100).found
+    assert {"EP4", "ETP1", "VPP3", "dist", "SP"} <= {word for one in found for word in label(one).split()}
+    for one in found[::40]:
+        words = (override.split("=", 1) for override in overrides_of_layout(label(one)))
+        named = {path: parse_value(value, "e") for path, value in words}
+        recomputed = {path: value for path, value in one.choice.items() if path.startswith("model.")}
+        again = judge_layout(experiment(**fields, **recomputed, **named), SLOTS, A100)
+        assert (again.label, again.seconds) == (label(one), one.seconds)
+        assert again.worst == one.worst
+
+
+def label(candidate: Candidate) -> str:
+    return judge_layout(candidate.experiment, SLOTS, A100).label
 
 
 def test_what_is_no_layout() -> None:

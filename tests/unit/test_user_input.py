@@ -113,6 +113,20 @@ def test_the_root_folder_is_no_file_to_write(folder: Path) -> None:
     assert "'/' is a folder; give a file" in run_bounded(["plan", "e.yaml", "--plot", "/"], folder).check(2).err
 
 
+@pytest.mark.parametrize("command", [["train"], ["launch", "--hosts", "hosts"], ["run", "--hosts", "hosts"]])
+def test_a_run_id_replaces_nothing_but_a_run_id(command: list[str], folder: Path) -> None:
+    program = ["--", "true"] if command[0] == "run" else ["e.yaml"]
+    for name in ("e.yaml", "hosts"):
+        before = (folder / name).read_text()
+        ended = run_bounded([*command, "--run-id-file", name, *program], folder).check(2)
+        assert f"argument --run-id-file: '{name}' does not hold a run id; give another file, or remove it" in ended.err
+        assert (folder / name).read_text() == before
+    for content in ("", "tiny-20261122-110613-14b7\n"):
+        (folder / "id").write_text(content)
+        ended = run_bounded([*command, "--run-id-file", "id", *program], folder)
+        assert "--run-id-file" not in ended.err
+
+
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl", "events.jsonl"])
 def test_records_without_an_end_are_refused(name: str, folder: Path) -> None:
     run = write_run(folder / "run", [9.0, 0.3])

@@ -23,7 +23,7 @@ from tridock.cli.options import (
     config_of,
     hostfile_of,
     open_session,
-    output_file,
+    run_id_file,
     run_of,
 )
 from tridock.cli.output import console, print_tables, say
@@ -94,7 +94,7 @@ def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
     text = "queue the run if other runs are using its slots; it starts when they are free"
     parser.add_argument("--queue", action="store_true", help=text)
     parser.add_argument("--detach", action="store_true", help="start the run without following its output")
-    parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run id to this file")
+    parser.add_argument("--run-id-file", type=run_id_file, metavar="FILE", help="write the run id to this file")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     text = "also print the output of DeepSpeed's launcher, as tridock logs does; with --dry-run, print every file"
     parser.add_argument("--verbose", action="store_true", help=text)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
 
 from tridock.contracts import environment
+from tridock.contracts.run_folder import is_run_id
 from tridock.errors import Problem, RequestError, cut, printable
 
 if TYPE_CHECKING:
@@ -87,6 +88,24 @@ def output_file(value: str) -> Path:
         raise argparse.ArgumentTypeError(f"{str(place)!r} is a file; give a folder's name before the last /")
     if not os.access(path if exists else place, os.W_OK):
         raise argparse.ArgumentTypeError(f"{value!r} cannot be written by you; give another file")
+    return path
+
+
+def run_id_file(value: str) -> Path:
+    """The type of ``--run-id-file``: a file that is new, empty or of an earlier run, and never an experiment."""
+    path = output_file(value)
+    if not path.exists():
+        return path
+    folder = path.absolute().parent
+    if not os.access(folder, os.W_OK):  # the file is replaced
+        raise argparse.ArgumentTypeError(f"{str(folder)!r} cannot be written by you; give another file")
+    try:
+        with path.open("rb") as file:
+            text = file.read(1000).decode(errors="replace").strip()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{value!r}: {error.strerror}; give another file") from None
+    if text and not is_run_id(text):
+        raise argparse.ArgumentTypeError(f"{value!r} does not hold a run id; give another file, or remove it")
     return path
 
 

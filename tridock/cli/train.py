@@ -10,7 +10,7 @@ from tridock.cli.options import (
     add_set,
     add_workspace,
     config_of,
-    output_file,
+    run_id_file,
 )
 from tridock.cli.output import say
 from tridock.contracts.appends import printing_to_a_full_disk
@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
     add_set(parser)
     parser.add_argument("--force", action="store_true", help="run even if the plan does not fit in GPU memory")
     add_quiet(parser)
-    parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run id to this file")
+    parser.add_argument("--run-id-file", type=run_id_file, metavar="FILE", help="write the run id to this file")
     nodes = parser.add_argument_group("several machines", "Run the command on each of them.")
     nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     nodes.add_argument("--node-rank", type=int, default=0, metavar="N", help="rank of this machine (default: 0)")

@@ -109,6 +109,11 @@ def test_a_folder_of_somebody_else_is_refused(option: list[str], json: list[str]
     assert "cannot be accessed; got Permission denied; give yourself access, or use another path" in ended.err
 
 
+def test_an_empty_workspace_is_not_the_current_folder(folder: Path) -> None:
+    ended = run_bounded(["train", "e.yaml", "--workspace", ""], folder).check(2)
+    assert "argument --workspace: the name is empty" in ended.err
+
+
 def test_the_root_folder_is_no_file_to_write(folder: Path) -> None:
     assert "'/' is a folder; give a file" in run_bounded(["plan", "e.yaml", "--plot", "/"], folder).check(2).err
 

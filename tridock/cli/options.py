@@ -249,4 +249,10 @@ def add_quiet(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
 
 def add_workspace(parser: argparse.ArgumentParser, where: str = "") -> None:
     text = f"folder with data/ and runs/{where} (default: the current folder)"
-    parser.add_argument("--workspace", type=Path, default=Path(), metavar="DIR", help=text)
+    parser.add_argument("--workspace", type=_folder, default=Path(), metavar="DIR", help=text)
+
+
+def _folder(value: str) -> Path:
+    if not value:  # as with an unset variable: not the current folder
+        raise argparse.ArgumentTypeError("the name is empty")
+    return Path(value)

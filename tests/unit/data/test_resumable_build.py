@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from tests.unit.data.test_preprocess import TEXTS, files, lines, message, request
 from tridock.data import preprocess as module
 from tridock.data.preprocess import Preprocessed, preprocess
-from tridock.data.resumable_build import ResumableBuild
+from tridock.data.resumable_build import Finished, ResumableBuild
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
 
@@ -274,3 +275,23 @@ def test_the_journal_does_not_grow_with_the_inputs(tokenizer: BytePairTokenizer,
     assert done.documents_out == 120
     manifest = json.loads((tmp_path / "o_text_document.json").read_text())
     assert [it["name"] for it in manifest["inputs"]] == [source.name for source in sources]
+
+
+def test_the_time_of_many_inputs_does_not_grow_as_their_square(
+    tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = 0
+
+    class Counted(list[Finished]):
+        def __iter__(self) -> Iterator[Finished]:
+            nonlocal passes
+            passes += 1
+            return super().__iter__()
+
+    monkeypatch.setattr(ResumableBuild, "_load_finished", lambda _: Counted())
+    sources = [tmp_path / f"{number:04d}.jsonl" for number in range(50)]
+    for source in sources:
+        source.write_bytes(lines("one"))
+    done = preprocess(request(tokenizer, tmp_path / "o", *sources, journal_seconds=0), lambda _: None)
+    assert done.bytes == 50 * len(lines("one"))
+    assert passes <= 2, "once before all, and once for the manifest"

@@ -29,6 +29,8 @@ AS_TUPLE: Final = BeforeValidator(lambda value: tuple(value) if isinstance(value
 def _path(value: str) -> str:
     if printable(value) != value or "\n" in value or "\t" in value:
         raise ValueError("must be a path without control characters")
+    if not value.strip():
+        raise ValueError("must be a path, not only spaces")
     return value
 
 

@@ -132,6 +132,37 @@ def test_a_run_id_replaces_nothing_but_a_run_id(command: list[str], folder: Path
         assert "--run-id-file" not in ended.err
 
 
+@pytest.mark.parametrize("path", ["/dev/zero", "nested"])
+def test_what_is_no_calibration_is_refused_at_once(path: str, folder: Path) -> None:
+    (folder / "nested").write_text("[" * 100_000)
+    options = ["plan", "e.yaml", "--nodes", "1", "--calibration", path]
+    assert "is not a calibration" in run_bounded(options, folder, seconds=5).check(2).err
+
+
+@pytest.mark.parametrize("field", ["train.load", "data.data_path"])
+@pytest.mark.parametrize("value", ["''", "' '", '"a\\0b"', '"\\x1b[2J"'])
+def test_what_is_no_path_is_refused(field: str, value: str, folder: Path) -> None:
+    run_bounded(["plan", "e.yaml", "--nodes", "1", "--set", f"{field}={value}"], folder).check(2)
+
+
+SETTINGS_OF_NOBODY = {
+    "nesting": f"env: {NESTED}",
+    "an alias bomb": BOMB,
+    "unhashable keys": "{a: b}: c\n",
+    "many digits": f"network_gbit: {HUGE}",
+    "not finite": "network_gbit: .inf",
+    "a GPU": f"gpu: {HUGE}gib",
+    "control characters": 'gpu: "\\x1b[2J"',
+}
+
+
+@pytest.mark.parametrize("json", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("case", SETTINGS_OF_NOBODY)
+def test_settings_of_a_cluster_are_refused_at_once(case: str, json: list[str], folder: Path) -> None:
+    (folder / "hosts.yaml").write_text(SETTINGS_OF_NOBODY[case])
+    run_bounded(["plan", "e.yaml", "--offline", "--hosts", "hosts", *json], folder, seconds=5).check(2)
+
+
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl", "events.jsonl"])
 def test_records_without_an_end_are_refused(name: str, folder: Path) -> None:
     run = write_run(folder / "run", [9.0, 0.3])

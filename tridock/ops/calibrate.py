@@ -13,6 +13,7 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.rank_group import Ended, parse, reduce_command
 from tridock.ops.runs.this_machine import node_environment
+from tridock.strict_yaml import MOST_BYTES
 
 if TYPE_CHECKING:
     from tridock.ops.hosts.session import Session
@@ -72,10 +73,11 @@ def read_calibration(path: Path) -> Calibration:
     """Reads a calibration. Raises :class:`RequestError` for any other file."""
     todo = "write one with tridock calibrate"
     try:
-        return decode(Calibration, path.read_text())
+        with path.open(encoding="utf-8") as file:
+            return decode(Calibration, file.read(MOST_BYTES))
     except OSError as error:
         raise RequestError(Problem(str(path), "cannot be read", error.strerror or str(error), todo)) from None
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise RequestError(Problem(str(path), "is not a calibration", "", todo)) from None
 
 

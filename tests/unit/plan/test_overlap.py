@@ -102,3 +102,23 @@ def test_tensor_parallel_ranks_that_overlap_nothing() -> None:
     (tensor,) = (one for one in without.traffic if one.group == "tensor")
     assert without.estimate.tensor_and_context == pytest.approx(without.rates.seconds(tensor))
     assert with_it.estimate.tensor_and_context < without.estimate.tensor_and_context
+
+
+def test_all_layers_again_take_their_forward_pass() -> None:
+    """A third of the products, attention and other kernels, as backward passes take twice as long; the output layer and
+    the loss are not computed again."""
+    plain, again = (estimated(400.0, {"model.checkpoint_activations": full})[0] for full in (False, True))
+    forward = (plain.products + plain.attention + plain.elementwise) / 3
+    assert plain.recomputed == 0
+    assert 0.5 * forward < again.recomputed < forward
+    assert again.compute == pytest.approx(plain.compute + again.recomputed, rel=0.2)
+
+
+def test_kernels_that_are_too_small_wait_for_their_launches() -> None:
+    small, large = (
+        estimated(400.0, {"model.hidden_size": hidden, "model.num_attention_heads": 8})[0] for hidden in (256, 8192)
+    )
+    deep, _ = estimated(400.0, {"model.hidden_size": 256, "model.num_layers": 2 * LAYERS})
+    assert small.launches > 0.4 * small.compute
+    assert large.launches < 0.1 * large.compute
+    assert deep.launches == pytest.approx(2 * small.launches, rel=0.15)

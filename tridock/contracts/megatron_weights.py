@@ -1,5 +1,9 @@
-"""Checkpoints of Megatron-LM v1.1.5, written with or without DeepSpeed: their files, and the model that they show."""
+"""Checkpoints of Megatron-LM: their files, and the model that they show.
 
+Of v1.1.5, with or without DeepSpeed, and of later versions' GPT-2 in the same files (``--ckpt-format torch``).
+"""
+
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +22,33 @@ DIVISIBLE_BY: Final = 128
 """Megatron's default for ``make_vocab_size_divisible_by``."""
 
 _LAYER: Final = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
-_RANK: Final = re.compile(r"^mp_rank_(\d+)(_\d+)?$")
+_RANK: Final = re.compile(r"^mp_rank_(\d+)(?:_(\d+))?$")
 _IN_LAYERS: Final = re.compile(r"^language_model\.transformer\.layers\.(\d+)\.")
+_PART: Final = re.compile(r"^model\d*$")
+_TRANSFORMER: Final = "language_model.transformer."
+_LATER_NAMES: Final = {
+    "language_model.encoder.": _TRANSFORMER,
+    ".self_attention.": ".attention.",
+    ".input_norm.": ".input_layernorm.",
+    ".post_attention_norm.": ".post_attention_layernorm.",
+    ".final_norm.": ".final_layernorm.",
+}
+"""By names since v2.0, or since the end of 2023 those of norms, v1.1.5's."""
+_FOR_HEAD: Final = "word_embeddings_for_head."
+_OF_GPT2: Final[Mapping[str, Any]] = {
+    "apply_residual_connection_post_layernorm": False,
+    "add_bias_linear": True,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    **dict.fromkeys(
+        (
+            *("swiglu", "squared_relu", "use_rotary_position_embeddings", "apply_layernorm_1p", "num_experts"),
+            *("group_query_attention", "untie_embeddings_and_output_weights", "retro_add_retriever"),
+        ),
+        False,
+    ),
+}
+"""Megatron's arguments that another model has otherwise."""
 _TODO: Final = "name the folder of --save, or one checkpoint in it (iter_…, release, global_step…)"
 _COPY: Final = "copy the files of all ranks into this one folder"
 
@@ -28,8 +57,8 @@ _COPY: Final = "copy the files of all ranks into this one folder"
 class MegatronFiles:
     """The files of a checkpoint; one of these is not empty, and each has an item for every tensor parallel rank."""
 
-    plain: tuple[Path, ...] = ()
-    """Megatron's own files."""
+    plain: tuple[tuple[Path, ...], ...] = ()
+    """Megatron's own files: of each tensor parallel rank those of the pipeline's stages. v1.1.5 has one stage."""
     states: tuple[StateFiles, ...] = ()
     """DeepSpeed's, without a pipeline."""
     layers: tuple[Mapping[int, Path], ...] = ()
@@ -40,13 +69,13 @@ class MegatronFiles:
         """The files of the first tensor parallel rank, of which one shows the model's names and shapes."""
         if self.layers:
             return tuple(self.layers[0].values())
-        return (self.plain[0],) if self.plain else (self.states[0].models[0],)
+        return self.plain[0] if self.plain else (self.states[0].models[0],)
 
     @property
     def all(self) -> tuple[Path, ...]:
         states = [(*it.models, *it.optimizers) for it in self.states]
         return (
-            *self.plain,
+            *(path for it in self.plain for path in it),
             *(path for it in states for path in it),
             *(path for it in self.layers for path in it.values()),
         )
@@ -62,7 +91,7 @@ def megatron_folder(folder: Path) -> Path:
     tracker, latest = (read_text(folder / name).strip() for name in (TRACKER, LATEST))
     if not tracker and not latest:
         got = f"neither {TRACKER} nor mp_rank_…/{PLAIN} nor DeepSpeed's files"
-        raise RequestError(Problem(str(folder), "holds no checkpoint of Megatron-LM v1.1.5", got, _TODO))
+        raise RequestError(Problem(str(folder), "holds no checkpoint of Megatron-LM", got, _TODO))
     names = [f"iter_{int(tracker):07d}", f"global_step{tracker}"] if tracker.isdecimal() else [tracker]
     for name in (*names, latest):
         if name and holds_checkpoint(folder / name):
@@ -78,23 +107,24 @@ def holds_checkpoint(folder: Path) -> bool:
 
 
 def megatron_files(folder: Path) -> MegatronFiles:
-    """Returns the files of a checkpoint. Raises :class:`RequestError` if one is missing, or is of a later Megatron."""
+    """Returns the files of a checkpoint. Raises :class:`RequestError` if one is missing."""
     layers: dict[int, dict[int, Path]] = {}
-    plain: dict[int, Path] = {}
+    plain: dict[tuple[int, int], Path] = {}
     for path in folder.iterdir():
         if match := _LAYER.match(path.name):
             layers.setdefault(int(match[2]), {})[int(match[1])] = path
         elif (match := _RANK.match(path.name)) and (path / PLAIN).is_file():
-            if match[2]:
-                what = "is of a later Megatron-LM, whose pipeline's stages have folders of their own"
-                todo = "convert it with that Megatron's own tools to a transformers folder, and use train.load: hf:DIR"
-                raise RequestError(Problem(str(folder), what, path.name, todo))
-            plain[int(match[1])] = path / PLAIN
+            plain[int(match[1]), int(match[2] or 0)] = path / PLAIN
     if layers:
         return MegatronFiles(layers=tuple(_layers_of(folder, layers)))
     if plain:
-        _require_all(folder, {*plain}, max(plain) + 1, f"mp_rank_{{:02d}}/{PLAIN}")
-        return MegatronFiles(plain=tuple(plain[rank] for rank in sorted(plain)))
+        ranks, stages = (1 + max(numbers) for numbers in zip(*plain, strict=True))
+        names = {place: f"mp_rank_{place[0]:02d}" for place in itertools.product(range(ranks), range(stages))}
+        if stages > 1:
+            names = {place: f"{name}_{place[1]:03d}" for place, name in names.items()}
+        if missing := [f"{name}/{PLAIN}" for place, name in names.items() if place not in plain]:
+            raise RequestError(Problem(str(folder), "lacks files of model parallel ranks", ", ".join(missing), _COPY))
+        return MegatronFiles(plain=tuple(tuple(plain[rank, it] for it in range(stages)) for rank in range(ranks)))
     return MegatronFiles(states=tuple(deepspeed_files(folder).values()))
 
 
@@ -125,6 +155,31 @@ def flat_names(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def joined_stages(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what a tensor parallel rank's files hold of the model, by v1.1.5's names.
+
+    ``states`` are those of the pipeline's stages. A stage numbers its own layers from 0, and with interleaved stages
+    has several parts of the model: the first parts of all stages come first. Since v2.0 the layers are the ``encoder``,
+    and the last stage has a copy of the token table.
+    """
+    parts = [name for name in states[0] if _PART.match(name)]
+    found: dict[str, Any] = {}
+    for part in sorted(parts, key=lambda name: int(name.removeprefix("model") or 0)):
+        for state in states:
+            before = 1 + max((int(it[1]) for name in found if (it := _IN_LAYERS.match(name))), default=-1)
+            for name, value in flat_names(state.get(part) or {}).items():
+                if name.startswith(_FOR_HEAD):
+                    continue
+                named = name
+                for later, earlier in _LATER_NAMES.items():
+                    named = named.replace(later, earlier, 1)
+                if layer := _IN_LAYERS.match(named):
+                    number = f"{_TRANSFORMER}layers.{before + int(layer[1])}."
+                    named = f"{number}{named.removeprefix(layer[0])}"
+                found[named] = value
+    return found
+
+
 def name_in_pipeline(number: int, last: int, name: str) -> str:
     """Returns the name in the whole language model of a weight in a pipeline's file number ``number``."""
     if number == 0:
@@ -139,30 +194,36 @@ def megatron_sizes(
 ) -> StoredWeights:
     """Returns the model that the first tensor parallel rank's shapes show, and Megatron's arguments if they are there.
 
-    Raises :class:`RequestError` if it is no GPT-2 of v1.1.5.
+    Raises :class:`RequestError` if it is no GPT-2.
     """
     words, positions = shapes.get(WORDS), shapes.get(POSITIONS)
     layers = [int(found[1]) for name in shapes if (found := _IN_LAYERS.match(name))]
     if words is None or positions is None or not layers:
         got = f"no {WORDS if words is None else POSITIONS if positions is None else 'layers'}"
-        todo = "name a checkpoint of its pretrain_gpt2.py"
-        raise RequestError(Problem(str(folder), "is of no GPT-2 of Megatron-LM v1.1.5", got, todo))
+        todo = "name a checkpoint of pretrain_gpt2.py; convert another, or one of Megatron Core, with its own tools"
+        raise RequestError(Problem(str(folder), "is of no GPT-2 of Megatron-LM", got, todo))
     given = arguments or {}
-    if given.get("apply_residual_connection_post_layernorm"):
-        what, todo = "was trained with --apply-residual-connection-post-layernorm", "no engine but Megatron's has this"
-        raise RequestError(Problem(str(folder), what, "", todo))
+    for name, wanted in _OF_GPT2.items():
+        if given.get(name, wanted) not in (wanted, None):
+            what, todo = f"is no GPT-2: its {name} is not {wanted}", "convert it with its own tools, and use hf:DIR"
+            raise RequestError(Problem(str(folder), what, str(given[name]), todo))
     fields: dict[str, Any] = {
         "num_layers": 1 + max(layers),
         "hidden_size": words[1],
-        "ffn_hidden_size": 4 * words[1],
+        "ffn_hidden_size": given.get("ffn_hidden_size") or 4 * words[1],
         "max_position_embeddings": positions[0],
         **GPT2_LAYERS,
     }
     if heads := given.get("num_attention_heads"):
-        fields |= {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": words[1] // heads}
+        fields |= {
+            "num_attention_heads": heads,
+            "num_query_groups": heads,
+            "kv_channels": given.get("kv_channels") or words[1] // heads,
+        }
         is_tanh = given.get("bias_gelu_fusion") or given.get("openai_gelu")
         fields |= {"activation_func": "gelu_tanh" if is_tanh else "gelu"}
-        fields |= {"norm_epsilon": given["layernorm_epsilon"]} if "layernorm_epsilon" in given else {}
+        epsilon = given.get("norm_epsilon", given.get("layernorm_epsilon"))
+        fields |= {} if epsilon is None else {"norm_epsilon": epsilon}
     multiple = given.get("make_vocab_size_divisible_by", DIVISIBLE_BY)
     return StoredWeights(
         None, None, fields, has_config=bool(given), rows=ranks * words[0], rows_divisible_by=ranks * multiple

@@ -16,12 +16,12 @@ HF: Final = "hf"
 DEEPSPEED: Final = "deepspeed"
 """A checkpoint that DeepSpeed's ``save_checkpoint`` wrote, of a model with transformers' names."""
 MEGATRON: Final = "megatron"
-"""A checkpoint of Megatron-LM v1.1.5, with or without DeepSpeed."""
+"""A checkpoint of a GPT-2 of Megatron-LM v1.1.5, with or without DeepSpeed, or of later versions."""
 FORMATS: Final = (HF, DEEPSPEED, MEGATRON)
 NAMES: Final[Mapping[str, str]] = {
     HF: "transformers model folder",
     DEEPSPEED: "checkpoint of DeepSpeed",
-    MEGATRON: "checkpoint of Megatron-LM v1.1.5",
+    MEGATRON: "checkpoint of Megatron-LM",
     "": "checkpoint of a run of Tridock",
 }
 """What a folder of each format is; an empty one is that of a run that resumes."""

@@ -24,10 +24,16 @@ LOSS_SCALERS: Final = tuple(
     f"{place}fp16.loss_scaler.{name}" for place in ("megatron.", "") for name in ("LossScaler", "DynamicLossScaler")
 )
 """Of Megatron-LM v1.1.5's own fp16 optimizer."""
+ENUMS: Final = (
+    "megatron.model.enums.ModelType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+)
+"""Of arguments of later versions of Megatron-LM."""
 ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 """NumPy has moved it between versions."""
 MEGATRON_CLASSES: Final = frozenset(
-    {*DEEPSPEED_CLASSES, *LOSS_SCALERS, *ARRAYS, "argparse.Namespace", "numpy.ndarray", "numpy.dtype"}
+    {*DEEPSPEED_CLASSES, *LOSS_SCALERS, *ENUMS, *ARRAYS, "argparse.Namespace", "numpy.ndarray", "numpy.dtype"}
 )
 
 _PLAIN: Final = re.compile(

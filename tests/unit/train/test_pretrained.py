@@ -403,7 +403,7 @@ def test_a_folder_of_another_format_is_named(tmp_path: Path) -> None:
     weights = {f"language_model.{name}": it for name, it in names_and_weights(gpt).items()}
     odd = zero_checkpoint(tmp_path / "odd", weights, 2)
     assert str(stored_weights("deepspeed", odd).problem) == (
-        f"{odd}: is a checkpoint of Megatron-LM v1.1.5, no checkpoint of DeepSpeed; use train.load: megatron:{odd}"
+        f"{odd}: is a checkpoint of Megatron-LM, no checkpoint of DeepSpeed; use train.load: megatron:{odd}"
     )
 
 

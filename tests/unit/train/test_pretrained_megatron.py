@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 import re
 import sys
@@ -216,11 +217,11 @@ def refusal(folder: Path, fields: Mapping[str, Any] = FIELDS) -> str:
     return str(error.value).replace(str(folder), "DIR")
 
 
-def both(folder: Path) -> str:
+def both(folder: Path, fields: Mapping[str, Any] = FIELDS) -> str:
     """What a rank and a node say, which is the same."""
     (problem,) = [stored_weights("megatron", folder).problem]
-    assert refusal(folder) == str(problem).replace(str(folder), "DIR")
-    return refusal(folder)
+    assert refusal(folder, fields) == str(problem).replace(str(folder), "DIR")
+    return refusal(folder, fields)
 
 
 def test_fields_that_differ_are_named_with_their_values(tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def test_missing_files_are_named_by_node_and_rank(tmp_path: Path) -> None:
     copy = "copy the files of all ranks into this one folder"
     (tmp_path / "none").mkdir()
     assert both(tmp_path / "none") == (
-        "DIR: holds no checkpoint of Megatron-LM v1.1.5; got neither latest_checkpointed_iteration.txt nor"
+        "DIR: holds no checkpoint of Megatron-LM; got neither latest_checkpointed_iteration.txt nor"
         f" mp_rank_…/model_optim_rng.pt nor DeepSpeed's files; {todo}"
     )
     folder = plain(tmp_path / "a", gpt)
@@ -279,13 +280,7 @@ def test_missing_files_are_named_by_node_and_rank(tmp_path: Path) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("7\n")
     (folder / "iter_0000007/mp_rank_00/model_optim_rng.pt").unlink()
     assert both(folder) == (
-        "DIR/iter_0000007: lacks files of tensor parallel ranks; got mp_rank_00/model_optim_rng.pt; " + copy
-    )
-    (folder / "iter_0000007/mp_rank_01").rename(folder / "iter_0000007/mp_rank_00_001")
-    assert both(folder) == (
-        "DIR/iter_0000007: is of a later Megatron-LM, whose pipeline's stages have folders of their own; got"
-        " mp_rank_00_001; convert it with that Megatron's own tools to a transformers folder, and use train.load:"
-        " hf:DIR"
+        "DIR/iter_0000007: lacks files of model parallel ranks; got mp_rank_00/model_optim_rng.pt; " + copy
     )
     stages = pipeline(tmp_path / "b", gpt)
     (stages / "global_step7/layer_03-model_01-model_states.pt").unlink()
@@ -305,18 +300,27 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         "DIR/iter_0000007, tensor parallel rank 0: holds weights that the experiment's model lacks; got"
         " language_model.pooler.dense.weight; change the model's fields, or name a checkpoint of its pretrain_gpt2.py"
     )
-    todo = "name a checkpoint of its pretrain_gpt2.py"
-    later = {"language_model": {"encoder": bert["language_model"]["transformer"]}}
+    todo = "name a checkpoint of pretrain_gpt2.py; convert another, or one of Megatron Core, with its own tools"
+    core = {"decoder.final_layernorm.weight": torch.ones(32)}
     no_words = "no language_model.embedding.word_embeddings.weight"
-    assert both(plain(tmp_path / "b", gpt, 1, model=later)) == (
-        f"DIR/iter_0000007: is of no GPT-2 of Megatron-LM v1.1.5; got {no_words}; {todo}"
+    assert both(plain(tmp_path / "b", gpt, 1, model=core)) == (
+        f"DIR/iter_0000007: is of no GPT-2 of Megatron-LM; got {no_words}; {todo}"
     )
-    post = Namespace(**{**ARGS, "apply_residual_connection_post_layernorm": True})
-    assert both(plain(tmp_path / "c", gpt, args=post)).startswith(
-        "DIR/iter_0000007: was trained with --apply-residual-connection-post-layernorm; "
-    )
-    assert refusal(plain(tmp_path / "d", gpt, version=3.0)) == (
-        "DIR/iter_0000007: has a checkpoint_version that Megatron-LM v1.1.5 does not know; got 3.0; convert it with the"
+    others = {
+        "apply_residual_connection_post_layernorm": (True, False),
+        "swiglu": (True, False),
+        "apply_layernorm_1p": (True, False),
+        "num_experts": (8, False),
+        "add_bias_linear": (False, True),
+        "position_embedding_type": ("rope", "learned_absolute"),
+    }
+    for name, (value, wanted) in others.items():
+        assert both(plain(tmp_path / name, gpt, args=Namespace(**{**ARGS, name: value}))) == (
+            f"DIR/iter_0000007: is no GPT-2: its {name} is not {wanted}; got {value};"
+            " convert it with its own tools, and use hf:DIR"
+        )
+    assert refusal(plain(tmp_path / "d", gpt, version=4.0)) == (
+        "DIR/iter_0000007: has a checkpoint_version that no known Megatron-LM writes; got 4.0; convert it with the"
         " Megatron-LM that wrote it, to a transformers folder, and use train.load: hf:DIR"
     )
 
@@ -346,3 +350,93 @@ def test_megatrons_own_loss_scaler_is_no_obstacle_and_other_objects_are(
         " any code; got torch.nn.modules.linear.Linear; save it again without the object where you trust the file"
         " (torch.load, torch.save), or copy it again"
     )
+
+
+def later(folder: Path, gpt: GPT, ranks: int, stages: int, virtual: int, *, since_2023: bool, **args: Any) -> Path:
+    """What Megatron-LM since v2.0 saves of its legacy models (megatron/training/checkpointing.py): a folder for each
+    tensor and pipeline parallel rank; the layers are an encoder with self-attention, numbered from 0 in each part of
+    the model. Norms have shorter names since the end of 2023."""
+    folder.mkdir()
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    for rank, weights in enumerate(shards(gpt, ranks)):
+        whole = nested(weights)["language_model"]
+        theirs = {name.replace(".attention.", ".self_attention."): it for name, it in whole["transformer"].items()}
+        if since_2023:
+            theirs = {
+                re.sub("(input|post_attention|final)_layernorm", r"\1_norm", name): theirs[name] for name in theirs
+            }
+        norm = {name: it for name, it in theirs.items() if not name.startswith("layers.")}
+        count = gpt.shape.model.num_layers
+        each = count // (stages * virtual)
+        for stage in range(stages):
+            models: list[dict[str, Any]] = []
+            for chunk in range(virtual):
+                first = chunk * (count // virtual) + stage * each
+                own: dict[str, Tensor] = {}
+                for number in range(each):
+                    prefix = f"layers.{first + number}."
+                    found = {name: it for name, it in theirs.items() if name.startswith(prefix)}
+                    own |= {name.replace(prefix, f"layers.{number}.", 1): it for name, it in found.items()}
+                begins, ends = (chunk, stage) == (0, 0), (chunk, stage) == (virtual - 1, stages - 1)
+                language: dict[str, Any] = {"embedding": whole["embedding"]} if begins else {}
+                model: dict[str, Any] = {"language_model": language | {"encoder": own | (norm if ends else {})}}
+                if ends and not begins:
+                    model["word_embeddings_for_head"] = {"weight": whole["embedding"]["word_embeddings"]["weight"]}
+                models.append(model)
+            place = folder / "iter_0000007" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+            place.mkdir(parents=True)
+            given = {"num_layers": count, "ffn_hidden_size": 128, "kv_channels": 8, "add_bias_linear": True}
+            given |= {"position_embedding_type": "learned_absolute", "swiglu": False, "num_experts": None}
+            state = {
+                "args": Namespace(**{**ARGS, **given, **args}, rank=rank),
+                "checkpoint_version": 3.0,
+                "iteration": 7,
+                **({"model": models[0]} if virtual == 1 else {f"model{it}": one for it, one in enumerate(models)}),
+                "rng_state": [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}],
+            }
+            torch.save(state, place / "model_optim_rng.pt")
+    return folder
+
+
+LATER = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (1, 4, 1)]
+
+
+@pytest.mark.parametrize("since_2023", [False, True])
+@pytest.mark.parametrize(("ranks", "stages", "virtual"), LATER)
+def test_later_versions_have_a_folder_for_each_stage(
+    tmp_path: Path, ranks: int, stages: int, virtual: int, since_2023: bool
+) -> None:
+    fields = {**FIELDS, "num_layers": 4}
+    gpt = gpt_of(fields)
+    folder = later(tmp_path / "ck", gpt, ranks, stages, virtual, since_2023=since_2023)
+    assert_equal(megatron(folder, fields), gpt)
+    found = stored_weights("megatron", folder)
+    assert found.problem is None
+    assert (found.fields["num_layers"], found.rows) == (4, ROWS)
+    assert refusal(folder, {**fields, "num_layers": 3}) == (
+        "model.num_layers: the weights of train.load have 4; got 3; set it to 4"
+    )
+
+
+def test_a_stage_that_is_missing_is_named(tmp_path: Path) -> None:
+    fields = {**FIELDS, "num_layers": 4}
+    folder = later(tmp_path / "ck", gpt_of(fields), 2, 2, 1, since_2023=True)
+    (folder / "iter_0000007/mp_rank_01_000/model_optim_rng.pt").unlink()
+    assert both(folder, fields) == (
+        "DIR/iter_0000007: lacks files of model parallel ranks; got mp_rank_01_000/model_optim_rng.pt;"
+        " copy the files of all ranks into this one folder"
+    )
+
+
+def test_enums_in_the_arguments_of_later_versions_are_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("megatron.core.enums")
+    kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module=module.__name__)  # type: ignore[misc]
+    module.ModelType = kind  # type: ignore[attr-defined]
+    gpt = gpt_of(FIELDS)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        folder = later(tmp_path / "ck", gpt, 1, 2, 1, since_2023=False, model_type=kind(1))
+    assert_equal(megatron(folder), gpt)
+    assert stored_weights("megatron", folder).problem is None

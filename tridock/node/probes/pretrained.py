@@ -10,6 +10,7 @@ from tridock.contracts.checkpoints import PROGRESS, TRACKER
 from tridock.contracts.megatron_weights import (
     PLAIN,
     flat_names,
+    joined_stages,
     megatron_files,
     megatron_folder,
     megatron_sizes,
@@ -124,16 +125,15 @@ def _megatron(folder: Path) -> StoredWeights:
     require_loadable(files.all, MEGATRON_CLASSES, todo)
     shapes: dict[str, Any] = {}
     arguments = None
-    for file in files.first:
-        state = read_shapes(file)
-        if files.layers:
-            number = next(number for number, path in files.layers[0].items() if path == file)
+    states = [read_shapes(file) for file in files.first]
+    if files.layers:
+        for number, state in zip(files.layers[0], states, strict=True):
             shapes |= {name_in_pipeline(number, max(files.layers[0]), name): it for name, it in state.items()}
-            continue
-        shapes |= flat_names(state.get("model") or state.get("module") or {})
-        for group in state.get("param_shapes") or ():
+    else:
+        shapes |= joined_stages(states) if files.plain else flat_names(states[0].get("module") or {})
+        for group in states[0].get("param_shapes") or ():
             shapes |= group
-        arguments = getattr(state.get("args"), "state", None)
+        arguments = getattr(states[0].get("args"), "state", None)
     shapes = {name: found for name, found in shapes.items() if isinstance(found, Shape)}
     if files.states and shapes and not any(name.startswith(_OF_MEGATRON) for name in shapes):
         raise RequestError(_other_format(folder, MEGATRON, DEEPSPEED))

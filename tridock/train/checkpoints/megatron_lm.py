@@ -1,7 +1,7 @@
 """The weights of a checkpoint of Megatron-LM v1.1.5, whatever its strategy, tensor and pipeline parallel sizes."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tridock.contracts.megatron_weights import (
     MegatronFiles,
-    flat_names,
     holds_checkpoint,
+    joined_stages,
     megatron_files,
     name_in_pipeline,
 )
@@ -53,16 +53,16 @@ class MegatronWeights:
         self.version: float = 2.0
         """Of the order of queries, keys and values. DeepSpeed's checkpoints may have none: v1.1.5 writes this one."""
         if files.plain:
-            self._ranks = [self._plain(file) for file in files.plain]
+            self._ranks = [self._plain(own) for own in files.plain]
         elif files.layers:
             self._ranks = [_pipeline(own) for own in files.layers]
         else:
             own = [DeepSpeedWeights(folder, states, megatron_classes()) for states in files.states]
             self._take_settings(own[0].client_state)
             self._ranks = [_Shard(it.shapes, it.read) for it in own]
-        if self.version not in (0, 1.0, 2.0):
+        if self.version not in (0, 1.0, 2.0, 3.0):
             todo = "convert it with the Megatron-LM that wrote it, to a transformers folder, and use train.load: hf:DIR"
-            what = "has a checkpoint_version that Megatron-LM v1.1.5 does not know"
+            what = "has a checkpoint_version that no known Megatron-LM writes"
             raise RequestError(Problem(str(folder), what, str(self.version), todo))
 
     @property
@@ -112,7 +112,7 @@ class MegatronWeights:
         return (first, rest[0] // self.ranks) if name.endswith(_BY_ROWS) else shape
 
     def _by_heads(self, part: Tensor) -> Tensor:
-        """Returns queries, keys and values head by head, as in version 2 and in engine torch."""
+        """Returns queries, keys and values head by head, as since version 2 and in engine torch."""
         size = self._model.head_size
         if self.version == 0:  # all queries, all keys, all values
             return part.unflatten(0, (3, -1, size)).transpose(0, 1).flatten(0, 2)
@@ -120,13 +120,10 @@ class MegatronWeights:
             return part.unflatten(0, (-1, size, 3)).transpose(1, 2).flatten(0, 2)
         return part
 
-    def _plain(self, file: Path) -> "_Shard":
-        state = _load(file)
-        if "model" not in state:
-            todo = "name a checkpoint of its pretrain_gpt2.py"
-            raise RequestError(Problem(str(file), "is of no model of Megatron-LM v1.1.5", "no model in it", todo))
-        self._take_settings({"checkpoint_version": 0, **state})
-        tensors = {name: it for name, it in flat_names(state["model"]).items() if isinstance(it, Tensor)}
+    def _plain(self, files: Sequence[Path]) -> "_Shard":
+        states = [_load(file) for file in files]
+        self._take_settings({"checkpoint_version": 0, **states[0]})
+        tensors = {name: it for name, it in joined_stages(states).items() if isinstance(it, Tensor)}
         return _Shard({name: tuple(it.shape) for name, it in tensors.items()}, tensors.__getitem__)
 
     def _take_settings(self, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 
 import torch
 
-from tridock.contracts.safe_pickles import ARRAYS, FOREIGN, LOSS_SCALERS
+from tridock.contracts.safe_pickles import ARRAYS, ENUMS, FOREIGN, LOSS_SCALERS
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.write_errors import replaced
 
@@ -87,6 +87,13 @@ class _LossScaler:
     """Replaces the loss scaler of Megatron-LM v1.1.5's own fp16 optimizer, which no engine here uses."""
 
 
+class _Member:
+    """Replaces a member of an enum in the arguments of a later Megatron-LM."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
 def megatron_classes() -> list[Any]:
     """Returns the classes in a checkpoint of Megatron-LM v1.1.5: its arguments, Python's and NumPy's random states, and
     its loss scaler."""
@@ -94,7 +101,8 @@ def megatron_classes() -> list[Any]:
 
     rebuild = np.zeros(0).__reduce__()[0]
     kinds = [type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")]
-    replaced_ = [*((rebuild, name) for name in ARRAYS), *((_LossScaler, name) for name in LOSS_SCALERS)]
+    own = [*((_LossScaler, name) for name in LOSS_SCALERS), *((_Member, name) for name in ENUMS)]
+    replaced_ = [*((rebuild, name) for name in ARRAYS), *own]
     return [argparse.Namespace, np.ndarray, np.dtype, *kinds, *replaced_]
 
 

@@ -27,6 +27,7 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
         },
         "read": {},
         "loads": True,
+        "load_format": None,
         "weights": None,
         "has_tokenizer": True,
         "missing_packages": [],

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.documentation import Block, blocks
 from tests.integration.support import execute
@@ -47,14 +48,15 @@ def losses(folder: Path) -> list[float]:
 def test_every_line(cpu_image: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     os.chown(tmp_path, 1000, 1000)
-    kinds, printed = [], []
+    kinds, printed, experiment = [], [], {}
     for block in blocks(PAGE):
         kinds.append(block.language)
         if block.language == "yaml":
-            assert parse_experiment(block.text, str(block)).engine == "megatron-core"
+            experiment |= yaml.safe_load(block.text)  # the second one shows one field
+            assert parse_experiment(yaml.safe_dump(experiment), str(block)).engine == "megatron-core"
         else:
             printed.append(run(block, tmp_path, cpu_image))
-    assert kinds == ["sh", "sh", "sh", "python", "yaml", "sh", "sh", "sh", "sh", "sh"]
+    assert kinds == ["sh", "sh", "sh", "python", "yaml", "sh", "sh", "sh", "yaml", "sh", "sh"]
     _, _, _, loaded, _, _, _, _, generated = printed
     assert loaded.startswith("def main():")
     trained, resumed = (losses(folder) for folder in sorted(tmp_path.glob("runs/mine-*")))

@@ -16,7 +16,7 @@ from tridock.contracts.supervision import Supervision
 from tridock.node.agent.node_agent import is_replaced
 from tridock.node.agent.replica import adopt, copy_of
 from tridock.node.supervisor import process
-from tridock.node.supervisor.voted_lease import VotedLease, survey
+from tridock.node.supervisor.voted_lease import VotedLease, close, survey, voters_of
 
 _LOOK_S: Final = 1.0
 _STAGGER_S: Final = 1.5
@@ -50,22 +50,24 @@ def stand_in(folder: Path, node: str) -> None:
 def _stand_for_election(folder: Path, node: str, supervision: Supervision) -> None:
     """Takes over the run once a majority of the voters knows of no supervisor, unless another node has a newer copy."""
     led = _led_by(node, supervision)
+    voters = voters_of(folder, led)
     deadline = time.monotonic() + _GIVE_UP_S
     time.sleep(min(_LATEST_S, _STAGGER_S * supervision.watched.index(node)))
     while not _is_over(folder) and not is_replaced(folder, node) and time.monotonic() < deadline:
-        answers = survey(folder, led)
+        answers = survey(voters, node)
         majority = len(answers) > len(led.voters) / 2
         if majority and max(answers.values(), key=lambda answer: answer.token).is_over:
-            return
+            break
         if majority and sum(answer.left_s == 0 for answer in answers.values()) > len(led.voters) / 2:
             token, copied = 1 + max(answer.token for answer in answers.values()), copy_of(folder)
-            lease = VotedLease(folder, led, token, copied)
+            lease = VotedLease(folder, led, token, copied, voters)
             if lease.acquire():
                 adopt(folder, copied)
                 lease.pause()
                 process.take_over(folder, led, lease, supervision.head)
                 return
         time.sleep(_LOOK_S)
+    close(voters)
 
 
 def _is_over(folder: Path) -> bool:

@@ -10,8 +10,8 @@ import select
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -23,6 +23,8 @@ from tridock.contracts.vote import HOLD_S, RENEW_S, Copy, VoteAnswer, VoteReques
 from tridock.node.agent.voter import clock, vote_of
 
 _ANSWER_S: Final = 8.0
+_LATE: Final = 3
+"""Late answers of a login after which another begins."""
 _RETRY_S: Final = 1.0
 _VOTE_S: Final = 10.0
 _START_S: Final = 40.0
@@ -30,13 +32,17 @@ _POLL_S: Final = 0.05
 _CHUNK: Final = 1 << 16
 
 
-class _Voter:
-    """The connection to one voter, opened when it is needed."""
+class Voter:
+    """The connection to one voter, opened when it is needed. A slow login gets the time of several requests."""
 
     def __init__(self, folder: Path, supervision: Supervision, node: str) -> None:
         reach = Reach() if node == supervision.head else supervision.reach
         self._command = reach.command(node, "vote", str(folder), node)
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_answered = False
+        self._late = 0
+        """The answers to earlier requests that have not arrived yet; they arrive first."""
+        self._partial_line = b""
         self._lock = threading.Lock()
 
     def ask(self, request: VoteRequest) -> VoteAnswer | None:
@@ -44,9 +50,14 @@ class _Voter:
         with self._lock:
             try:
                 return decode(VoteAnswer, self._exchange(encode(request).encode() + b"\n"))
+            except TimeoutError:
+                # After an interruption, TCP itself may wait longer to send again than a new login takes.
+                self._late += 1
+                if self._has_answered or self._late > _LATE:
+                    self._close()
             except (OSError, ValueError):
                 self._close()
-                return None
+            return None
 
     def _exchange(self, line: bytes) -> bytes:
         if self._process is None:
@@ -58,15 +69,19 @@ class _Voter:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         os.write(self._process.stdin.fileno(), line)
-        deadline, answer = time.monotonic() + _ANSWER_S, b""
-        while not answer.endswith(b"\n"):
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
             patience = max(0.0, deadline - time.monotonic())
             if not select.select([self._process.stdout], [], [], patience)[0]:
                 raise TimeoutError
             if not (chunk := os.read(self._process.stdout.fileno(), _CHUNK)):
                 raise BrokenPipeError
-            answer += chunk
-        return answer
+            *answers, self._partial_line = (self._partial_line + chunk).split(b"\n")
+            self._has_answered = self._has_answered or bool(answers)
+            if len(answers) > self._late:
+                self._late = 0
+                return answers[-1]
+            self._late -= len(answers)
 
     def close(self) -> None:
         with self._lock:
@@ -76,20 +91,31 @@ class _Voter:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
-            self._process = None
+            self._process, self._has_answered, self._late, self._partial_line = None, False, 0, b""
+
+
+Voters = Mapping[str, Voter]
+"""The voters by node."""
 
 
 class VotedLease:
     """The lease that this process asks for, and then holds."""
 
     def __init__(
-        self, folder: Path, supervision: Supervision, token: int, copied: Copy, *, starts: bool = False
+        self,
+        folder: Path,
+        supervision: Supervision,
+        token: int,
+        copied: Copy,
+        voters: Voters | None = None,
+        *,
+        starts: bool = False,
     ) -> None:
         self.token, self.prepared_at = token, prepared_at(folder, supervision)
         self._copied = copied
         self._folder, self._node, self._starts = folder, supervision.head, starts
         self._holder = f"{self._node}-{secrets.token_hex(8)}"
-        self._voters = {node: _Voter(folder, supervision, node) for node in supervision.voters}
+        self._voters = voters_of(folder, supervision) if voters is None else voters
         self._granted: dict[str, float] = {}
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -97,14 +123,15 @@ class VotedLease:
     @classmethod
     def first(cls, folder: Path, supervision: Supervision) -> Self:
         """Gets the lease of a run that a user starts. Raises :class:`LeaseLostError` without a majority."""
-        deadline = time.monotonic() + _START_S
+        deadline, voters = time.monotonic() + _START_S, voters_of(folder, supervision)
         while True:
-            answers = survey(folder, supervision)
+            answers = survey(voters, supervision.head)
             token = 1 + max((answer.token for answer in answers.values()), default=0)
-            lease = cls(folder, supervision, token, (token, 0), starts=True)
+            lease = cls(folder, supervision, token, (token, 0), voters, starts=True)
             if lease.acquire():
                 return lease
             if time.monotonic() > deadline:
+                close(voters)
                 raise LeaseLostError(f"the run cannot start: {_silent(supervision, answers)}")
             time.sleep(_RETRY_S)
 
@@ -130,11 +157,13 @@ class VotedLease:
 
     def pause(self) -> None:
         """Ends threads and connections before a fork; the lease stays held for ``HOLD_S``."""
+        self._end_threads()
+        close(self._voters)
+
+    def _end_threads(self) -> None:
         self._closed.set()
         for thread in self._threads:
             thread.join()
-        for voter in self._voters.values():
-            voter.close()
 
     def _keep_asking(self, node: str) -> None:
         while not self._closed.is_set():
@@ -174,6 +203,7 @@ class VotedLease:
     def end(self) -> None:
         """Tells the voters that the run is over."""
         self._give_back(is_over=True)
+        close(self._voters)
 
     def _give_back(self, *, is_over: bool) -> None:
         self._closed.set()
@@ -181,7 +211,7 @@ class VotedLease:
         request = self._request(gives_back=True, is_over=is_over)
         with ThreadPoolExecutor(len(self._voters)) as pool:
             list(pool.map(lambda voter: voter.ask(request), self._voters.values()))
-        self.pause()
+        self._end_threads()
 
 
 def prepared_at(folder: Path, supervision: Supervision) -> float:
@@ -189,15 +219,22 @@ def prepared_at(folder: Path, supervision: Supervision) -> float:
     return supervision.prepared_at or (folder / run_folder.SUPERVISION).stat().st_mtime
 
 
-def survey(folder: Path, supervision: Supervision) -> dict[str, VoteAnswer]:
-    """Returns what the voters have granted, for those that answer; changes nothing."""
-    voters = {node: _Voter(folder, supervision, node) for node in supervision.voters}
-    nothing = VoteRequest(0, "", supervision.head, (0, 0), gives_back=True)
+def voters_of(folder: Path, supervision: Supervision) -> Voters:
+    """Returns the run's voters, not connected yet."""
+    return {node: Voter(folder, supervision, node) for node in supervision.voters}
+
+
+def close(voters: Voters) -> None:
+    """Ends the connections; the next request opens them again."""
+    for voter in voters.values():
+        voter.close()
+
+
+def survey(voters: Voters, node: str) -> dict[str, VoteAnswer]:
+    """Returns what the voters have granted, for those that answer ``node``; changes nothing."""
+    nothing = VoteRequest(0, "", node, (0, 0), gives_back=True)
     with ThreadPoolExecutor(len(voters)) as pool:
         answers = dict(zip(voters, pool.map(lambda voter: voter.ask(nothing), voters.values()), strict=True))
-    for voter in voters.values():
-        with suppress(OSError):
-            voter.close()
     return {node: answer for node, answer in answers.items() if answer is not None}
 
 

@@ -122,8 +122,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     yield made
     for run in runs:
-        for pid in run.others("start"):
-            os.kill(pid, signal.SIGKILL)
+        for verb in ("start", "agent"):
+            for pid in run.others(verb):
+                os.kill(pid, signal.SIGKILL)
         stop_processes(run.folder.name, grace_s=0.0)
 
 

@@ -108,6 +108,25 @@ def test_a_head_that_is_cut_off_ends_and_one_other_node_takes_over(nodes: dict[s
     assert adopted == [json.loads(copied.read_text())["checkpoint"]]
 
 
+def test_a_head_that_finds_no_majority_for_a_while_supervises_again(nodes: dict[str, Run], tmp_path: Path) -> None:
+    """The only other node with a copy does not come back: the head itself is elected once more."""
+    head = nodes["here"]
+    start(head)
+    head.train(beyond=22)
+    for node in NODES[1:]:
+        (tmp_path / f"{node}.cut").touch()
+    for group in connections(tmp_path):
+        os.killpg(group, signal.SIGKILL)
+    head.until(lambda: supervised(nodes) == [], PATIENCE)
+    assert "got no answer from a majority of here, b, c for 12 s" in head.said()[-1]
+    assert find_processes(head.folder.name) == []
+    (tmp_path / "c.cut").unlink()
+    head.until(lambda: head.events("taken_over"), PATIENCE)
+    (taken,) = head.events("taken_over")
+    assert (taken["node"], taken["previous"]) == ("here", "here")
+    assert supervised(nodes) == ["here"]
+
+
 def test_a_run_that_has_ended_is_taken_over_by_nobody(nodes: dict[str, Run]) -> None:
     head = nodes["here"]
     for name in (run_folder.LAUNCH_SCRIPT, run_folder.RESUME_SCRIPT):

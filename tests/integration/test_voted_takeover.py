@@ -117,9 +117,9 @@ def wait_for_a_takeover(run: Run) -> None:
 
 
 def check_the_end(run: Run, calm: dict[int, float], *, may_repeat: bool = False) -> None:
-    (taken,) = run.events(OTHER, "taken_over")
+    taken, *again = run.events(OTHER, "taken_over")
     assert (taken["node"], taken["previous"]) == (OTHER, HEAD)
-    assert taken["token"] == 2 or may_repeat
+    assert (taken["token"], again) == (2, []) or may_repeat
     (moved,) = run.events(OTHER, "run_moved")
     assert (moved["lost"], moved["nodes"]) == ([HEAD], [OTHER, SPARE])
     assert run.losses(OTHER) == calm

@@ -100,8 +100,11 @@ class _Connection:
                 else:
                     self.answers.append(message)
 
-    def close(self, selector: selectors.BaseSelector, deadline: float = 0.0) -> None:
-        """Ends the connection; the next ``open`` makes another. The agent has until ``deadline`` to exit by itself."""
+    def close(self, selector: selectors.BaseSelector, deadline: float = 0.0, *, may_kill: bool = True) -> None:
+        """Ends the connection; the next ``open`` makes another. The agent has until ``deadline`` to exit by itself.
+
+        ``may_kill``: whether its process, on this node the agent itself, is killed then.
+        """
         with self._sending:
             process, self._process = self._process, None
             if process is None:
@@ -111,6 +114,10 @@ class _Connection:
         for pipe in pipes[1:]:
             if pipe in {key.fileobj for key in selector.get_map().values()}:
                 selector.unregister(pipe)
+        if not may_kill:
+            pipes[1].close()
+            pipes[2].close()
+            return
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(_EXIT_S, deadline - time.monotonic()))
         process.kill()
@@ -146,7 +153,7 @@ class AgentConnections:
         self._lease = lease
         # A node that has voted for a newer supervisor refuses an older one's agent.
         token = (f"--token={lease.token}",) if supervision.voters else ()
-        self._nodes = {}
+        self._nodes, self._remote = {}, supervision.remote
         for node in supervision.watched:
             reach = supervision.reach if node in supervision.remote else Reach()
             self._nodes[node] = _Connection(
@@ -237,10 +244,11 @@ class AgentConnections:
                         found[node] = answer
         return found
 
-    def close(self) -> None:
-        """Ends all connections."""
+    def close(self, *, says_bye: bool = True) -> None:
+        """Ends all connections. Agents that hear no bye wait for the next supervisor, or become it."""
         self._closed.set()
-        self.order("bye")
+        if says_bye:
+            self.order("bye")
         deadline = time.monotonic() + _CLOSE_S
-        for connection in self._nodes.values():
-            connection.close(self._selector, deadline)
+        for node, connection in self._nodes.items():
+            connection.close(self._selector, deadline, may_kill=says_bye or node in self._remote)

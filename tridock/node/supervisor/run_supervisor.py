@@ -114,9 +114,10 @@ class RunSupervisor:
         return run_folder.EXIT_STOPPED if self._is_stopped() else verdict.code
 
     def abandon(self) -> None:
-        """Ends the processes that this supervisor started, once another node has taken the run."""
+        """Ends the processes that this supervisor started, once it has lost the run, to another node or to none."""
         if self._launcher is not None:
             self._launcher.kill()
+        self._agents.close(says_bye=False)
 
     def script(self) -> str:
         """Returns the script that resumes from the run's newest checkpoint, or the start script without a checkpoint.

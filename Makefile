@@ -179,10 +179,10 @@ TORCH_TESTS = tests/unit/train tests/unit/compat tests/unit/deepspeed tests/memo
 PROCESS_TESTS = tests/shell tests/unit/sinks \
     $(addsuffix .py,$(addprefix tests/unit/test_,command completion extras fabfile gpu_trial imports user_input)) \
     $(addsuffix .py,$(addprefix tests/unit/data/test_,megatron_types preprocess preprocess_command train_tokenizer workers)) \
-    $(addsuffix .py,$(addprefix tests/unit/node/test_,evidence failover node_report node_starter ports preflight processes \
-    queue rank_logs rank_output rank_starter runs spare_lock)) \
-    $(addsuffix .py,$(addprefix tests/unit/ops/test_,attached code keys local_run put_files sync sync_command sync_failures \
-    track)) tests/unit/ops/image/test_transfer.py \
+    $(addsuffix .py,$(addprefix tests/unit/node/test_,evidence failover node_report node_starter observed_ranks ports preflight \
+    processes queue rank_logs rank_output rank_starter runs spare_lock voter_connection)) \
+    $(addsuffix .py,$(addprefix tests/unit/ops/test_,attached code facts keys local_run logs put_files rendezvous sync sync_command \
+    sync_failures track)) tests/unit/ops/image/test_transfer.py \
     $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) tests/unit/train/test_signals.py
 # What TESTS or SELECT selects may all be in the other half.
 OR_NONE = || [[ $$? == 5 ]]
@@ -199,7 +199,7 @@ lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 
 # Ranks wait for each other and containers for each other: side by side they leave no core idle.
 .PHONY: test
-test: test-unit test-processes ## All tests but the full matrices (those with Docker are skipped where no engine answers)
+test: .venv/.trackers test-unit test-processes ## All tests but the full matrices (those with Docker are skipped where no engine answers)
 	@echo 'make test-distributed test-integration, at once: each prints its output when it ends'
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-distributed test-integration
 	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,unit-torch unit-others processes distributed integration)

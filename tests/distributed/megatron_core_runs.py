@@ -111,6 +111,7 @@ MIXTURES_CHANGED: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "one to pp2-ep2": ("one", 4, {PP: 2, EP: 2}),
     "ep2-dp2 to ep4": ("ep2-dp2", 4, {EP: 4, DISTRIBUTED: True}),
 }
+SOME_MIXTURES_CHANGED = ("ep2-distributed-optimizer to tp2-sp",)
 SHORT: Layouts = {
     "bf16": (1, {"precision": "bf16"}),
     "fp16": (1, {"precision": "fp16", "fp16.initial_scale_power": 12}),

@@ -1,10 +1,15 @@
-"""Watches the nodes' disks: one that is nearly full is an event, before a checkpoint fails."""
+"""The nodes' disks: one that is nearly full is an event, before a checkpoint fails; a full one starts no ranks."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
+from tridock.contracts import run_folder
 from tridock.contracts.events import Event, append_event
 from tridock.contracts.node_answers import Space
+
+_ROOM_BYTES: Final = 1 << 16
+"""Bytes on the disk that a restart needs for its logs and records."""
 
 
 class Disks:
@@ -24,3 +29,14 @@ class Disks:
                 )
             elif not disk.is_nearly_full:
                 self._full.discard(node)
+
+
+def no_room(folder: Path) -> str | None:
+    """Returns why the run's folder cannot be written, or None if it can."""
+    probe = folder / ".room"
+    try:
+        run_folder.write_atomic(probe, bytes(_ROOM_BYTES))
+        probe.unlink()
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+    return None

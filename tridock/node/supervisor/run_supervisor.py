@@ -17,7 +17,7 @@ from tridock.errors import RunError
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.supervisor.agent_connections import AgentConnections
-from tridock.node.supervisor.disks import Disks
+from tridock.node.supervisor.disks import Disks, no_room
 from tridock.node.supervisor.failover import move
 from tridock.node.supervisor.launcher_process import LauncherProcess
 from tridock.node.supervisor.preemption import ProgramPreemption
@@ -41,6 +41,7 @@ from tridock.node.supervisor.verdict import (
     lost_node,
     overdue_ranks,
     rank_without_peer,
+    recorded,
 )
 
 _TICK_S: Final = 0.1
@@ -57,8 +58,6 @@ _SILENT_S: Final = 3.0
 _FIT_PATIENCE_S: Final = 120.0
 _MAY_FOLLOW: Final = (Cause.RANK_EXITED, Cause.RANK_GONE, Cause.PROGRAM_FAILED)
 """A program that loses a node may end with an error before the node's silence is noticed."""
-_ROOM_BYTES: Final = 1 << 16
-"""Bytes on the disk that a restart needs for its logs and records."""
 
 
 class RunSupervisor:
@@ -252,7 +251,7 @@ class RunSupervisor:
     def _failed_node(self, code: int) -> Verdict | None:
         """Returns the node whose program failed first, if the launcher has recorded it."""
         found = events_of(self._folder, Event.NODE_FAILED, self._events_before)
-        return Verdict(Cause(found[0]["cause"]), found[0]["reason"], found[0]["node"], code=code) if found else None
+        return recorded(found[0], code) if found else None
 
     def _lost_peer(self) -> Verdict | None:
         """Returns the node that was lost with its ranks: other ranks fail at once, before its silence is noticed."""
@@ -323,14 +322,14 @@ class RunSupervisor:
         lost = events_of(self._folder, Event.HEAD_LOST, self._events_before) if self._supervision.on_head else []
         saved = self._is_preempted() and not self.preemption_requested
         own = next((event for event in lost if saved or event["node"] == self._supervision.head), None)
-        return None if own is None else Verdict(Cause.HEAD_SILENT, own["reason"], own["node"])
+        return None if own is None else recorded(own)
 
     def _node_without_head(self) -> Verdict | None:
         """Returns the node that ended its ranks because the head could not reach it: the others, and then the launcher,
         failed without them.
         """
         lost = [] if self._started.was_killed else events_of(self._folder, Event.HEAD_LOST, self._events_before)
-        return Verdict(Cause.HEAD_SILENT, lost[0]["reason"], lost[0]["node"]) if lost else None
+        return recorded(lost[0]) if lost else None
 
     def _is_preempted(self) -> bool:
         return bool(events_of(self._folder, Event.RUN_PREEMPTED, self._events_before))
@@ -340,11 +339,11 @@ class RunSupervisor:
 
     def _record(self, verdict: Verdict) -> None:
         self._lease.check()
-        recorded = (Event.RUN_FAILED, Event.NODE_FAILED, Event.HEAD_LOST)  # by ranks, the launcher, and a node's agent
-        if verdict.cause.event not in recorded:
+        known = (Event.RUN_FAILED, Event.NODE_FAILED, Event.HEAD_LOST)  # by ranks, the launcher, and a node's agent
+        if verdict.cause.event not in known:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
-            known = {name: value for name, value in about.items() if value is not None}
-            append_event(self._folder, verdict.cause.event, **known, reason=verdict.reason)
+            given = {name: value for name, value in about.items() if value is not None}
+            append_event(self._folder, verdict.cause.event, **given, reason=verdict.reason)
         self._print(str(verdict))
 
     def _print(self, line: str) -> None:
@@ -431,23 +430,12 @@ class RunSupervisor:
             return f"{', '.join(self._silent)} does not answer" + (f" ({error})" if error else "")
         if any(remaining.values()):
             return f"previous processes do not end: {_counted(remaining)}"
-        if (full := _no_room(self._folder)) is not None:
+        if (full := no_room(self._folder)) is not None:
             return full
         port = self._supervision.master_port
         if not ports.is_free(port):
             return f"port {port} is taken by {ports.holder(port) or 'a process that cannot be seen from here'}"
         return None
-
-
-def _no_room(folder: Path) -> str | None:
-    """Returns why the run's folder cannot be written, or None if it can."""
-    probe = folder / ".room"
-    try:
-        run_folder.write_atomic(probe, bytes(_ROOM_BYTES))
-        probe.unlink()
-    except OSError as error:
-        return f"{folder} cannot be written: {error.strerror}"
-    return None
 
 
 def _counted(remaining: Mapping[str, int]) -> str:

@@ -5,7 +5,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from tridock.contracts import heartbeat
 from tridock.contracts.events import Cause
@@ -51,6 +51,11 @@ class Verdict:
     def __str__(self) -> str:
         who = f"rank {self.rank} on {self.node}" if self.rank is not None else self.node or "the launcher"
         return f"{who} {self.reason}"
+
+
+def recorded(event: Mapping[str, Any], code: int = RunError.exit_code) -> Verdict:
+    """Returns the verdict that a node's launcher or agent has recorded."""
+    return Verdict(Cause(event["cause"]), event["reason"], event["node"], code=code)
 
 
 StatusByNode = Mapping[str, Sequence[RankStatus]]

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint of Megatron-LM v1.1.5, whatever its strategy, tensor and pipeline parallel sizes."""
+"""The weights of a checkpoint of a GPT-2 of Megatron-LM, whatever its strategy, tensor and pipeline parallel sizes."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

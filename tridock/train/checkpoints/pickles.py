@@ -95,8 +95,8 @@ class _Member:
 
 
 def megatron_classes() -> list[Any]:
-    """Returns the classes in a checkpoint of Megatron-LM v1.1.5: its arguments, Python's and NumPy's random states, and
-    its loss scaler."""
+    """Returns the classes in a checkpoint of Megatron-LM: its arguments, with later versions' enums, Python's and
+    NumPy's random states, and v1.1.5's loss scaler."""
     import numpy as np
 
     rebuild = np.zeros(0).__reduce__()[0]

@@ -8,10 +8,11 @@ if __name__ == "__main__":
     end_at_once()
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Final
 
 from fabric import Config, Connection, Executor
@@ -32,6 +33,8 @@ _SAME_NAME: Final = (
 )
 COMMANDS: Final = {**{name: (name,) for name in _SAME_NAME}, "data": ("data", "sync")}
 """Tasks, and the subcommand of each."""
+
+_NEGATIVE_NUMBER: Final = re.compile(r"-\d+|-\d*\.\d+")
 
 _tree = cache(build_parser)
 
@@ -98,10 +101,14 @@ def _spellings(action: argparse.Action) -> Sequence[str]:
     return [option for option in action.option_strings if not (negative and option.startswith("--no-"))]
 
 
-def _repeated() -> set[str]:
-    """The options that may be given several times, each with a value."""
+def _options_with_a_value() -> set[str]:
     actions = (action for name in COMMANDS for action in parser_of(name)[0]._actions)
-    return {option for action in actions if isinstance(action.default, list) for option in action.option_strings}
+    return {option for action in actions if action.nargs != 0 for option in action.option_strings}
+
+
+def _is_option(word: str) -> bool:
+    """Whether argparse takes a word after an option for another option, and not for the option's value."""
+    return len(word) > 1 and word[0] == "-" and " " not in word and not _NEGATIVE_NUMBER.fullmatch(word)
 
 
 def collection() -> Collection:
@@ -117,9 +124,10 @@ class Program(Fab):  # type: ignore[misc]
             super().parse_core(argv)
 
     def parse_tasks(self) -> None:
-        repeated = _repeated()
-        for option, value in pairwise([*self.argv, "-"]):
-            if option in repeated and value.startswith("-"):  # which Fabric would leave out
+        with_a_value = _options_with_a_value()
+        own = takewhile(lambda word: word != "--", self.argv)  # what follows is a program with options of its own
+        for option, value in pairwise([*own, "--"]):
+            if option in with_a_value and _is_option(value):  # Fabric would leave it out, or take it for the value
                 raise Exit(f"fab: {option} needs a value; see fab --list, and fab --help TASK", RequestError.exit_code)
         with _request_errors():
             super().parse_tasks()

@@ -197,10 +197,19 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
     )
     cluster = load_cluster(tmp_path / "lab", project_folder=tmp_path)
     store = KeyStore(cluster)
-    store.ensure()
+    secrets = {node: tmp_path / "secrets" / node for node in ("node-1", "node-2")}
+
+    def distribute() -> None:
+        for node, folder in secrets.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in store.node_files(node).items():
+                (folder / name).write_bytes(content)
+                (folder / name).chmod(0o600)
+
+    distribute()
     config = tmp_path / "ssh_config"
-    config.write_text(ssh_config(cluster, secrets=str(store.node_folder("node-1"))))
-    sshds = [node_sshd(store.node_folder(node), address, port, tmp_path) for node, address in
+    config.write_text(ssh_config(cluster, secrets=str(secrets["node-1"])))
+    sshds = [node_sshd(secrets[node], address, port, tmp_path) for node, address in
              (("node-1", "127.0.0.1"), ("node-2", "127.0.0.2"))]  # fmt: skip
     try:
         ssh = ["ssh", "-F", str(config), "-l", USER]
@@ -215,7 +224,7 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
         # The same key forwards nothing.
         forward = [*ssh, "-o", "ExitOnForwardFailure=yes", "-R", "0:localhost:1", "node-1", "true"]
         assert subprocess.run(forward, capture_output=True, check=False).returncode == 255
-        assert denied(store.node_folder("node-1"), make_key(tmp_path / "stranger"), port)
+        assert denied(secrets["node-1"], make_key(tmp_path / "stranger"), port)
         # A node that shows another node's host key.
         arguments = [*ssh, "-o", "HostName=127.0.0.1", "-o", "HostKeyAlias=node-2", "node-2", "true"]
         swapped = subprocess.run(arguments, capture_output=True, check=False, text=True)
@@ -229,8 +238,9 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
         session.stdin.flush()
         assert session.stdout.readline() == b"before\n"
         old = tmp_path / "old"
-        shutil.copytree(store.node_folder("node-1"), old)
+        shutil.copytree(secrets["node-1"], old)
         store.rotate()
+        distribute()
         for sshd in sshds:
             sshd.send_signal(signal.SIGHUP)
         wait_until(lambda: subprocess.run([*ssh, "node-2", "true"], capture_output=True, check=False).returncode == 0)
@@ -239,7 +249,7 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
         assert session.stdout.read() == b"after\n"
         assert session.wait() == 0
         # The old client key is let in nowhere, and who knows only the old host keys goes nowhere.
-        assert denied(store.node_folder("node-1"), old / "id_ed25519", port)
+        assert denied(secrets["node-1"], old / "id_ed25519", port)
         old_config = tmp_path / "old_config"
         old_config.write_text(ssh_config(cluster, secrets=str(old)))
         arguments = ["ssh", "-F", str(old_config), "-l", USER, "node-2", "true"]

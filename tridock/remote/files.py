@@ -1,6 +1,5 @@
 """Shell commands that write and read files on a host, in POSIX sh, with one round trip each. Pure."""
 
-import io
 import posixpath
 import secrets
 import tarfile
@@ -74,11 +73,11 @@ def _umask(mode: int) -> str:
 
 
 def _tar(files: Mapping[str, bytes], mode: int) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        # The sentinel comes last: a stream that is cut at a file boundary unpacks without an error.
-        for name, content in {**files, _SENTINEL: b""}.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(content), mode
-            archive.addfile(entry, io.BytesIO(content))
-    return packed.getvalue()
+    parts = list[bytes]()
+    # The sentinel comes last: a stream that is cut at a file boundary unpacks without an error.
+    for name, content in {**files, _SENTINEL: b""}.items():
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode = len(content), mode
+        # GNU's header takes half the processor time of tarfile's own choice, and on many hosts that counts.
+        parts += (entry.tobuf(tarfile.GNU_FORMAT), content, bytes(-len(content) % tarfile.BLOCKSIZE))
+    return b"".join((*parts, bytes(2 * tarfile.BLOCKSIZE)))

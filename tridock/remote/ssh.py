@@ -239,7 +239,10 @@ class SshHost(Host):
         sender = Sender(channel, chunks, progress)
 
         def talk() -> bytes:
-            sender.start()
+            if chunks == ():  # most commands: no thread for nothing
+                sender.run()
+            else:
+                sender.start()
             deadline = None if timeout is None else time.monotonic() + timeout
             try:
                 errors = read_all(channel, sink, deadline)
@@ -248,7 +251,8 @@ class SshHost(Host):
                 raise ClusterError(timed_out(self.name, command, timeout)) from None
             finally:
                 close(channel)
-            sender.join()
+            if sender.ident is not None:
+                sender.join()
             return errors
 
         errors = run_in_thread(talk, lambda: close(channel))

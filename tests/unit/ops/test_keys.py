@@ -19,8 +19,9 @@ from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.remote import Host
 
 
-def store(folder: Path, hosts: str = "a slots=1\nb slots=1\n") -> KeyStore:
+def store(folder: Path, hosts: str = "a slots=1\nb slots=1\n", transport: str = "compose") -> KeyStore:
     (folder / "lab").write_text(hosts)
+    (folder / "lab.yaml").write_text(f"transport: {transport}\n")
     return KeyStore(load_cluster(folder / "lab", project_folder=folder))
 
 
@@ -47,6 +48,15 @@ def test_the_layout_and_its_modes(tmp_path: Path) -> None:
     assert (tmp_path / ".tridock" / ".gitignore").read_text() == "*\n"
     for node in "ab":
         assert made.node_files(node) == {name: (made.node_folder(node) / name).read_bytes() for name in NODE_FILES}
+
+
+def test_nodes_on_other_hosts_leave_no_copies_of_their_keys_here(tmp_path: Path) -> None:
+    store(tmp_path).ensure()
+    (tmp_path / ".tridock/lab/b/mine.txt").touch()
+    made = store(tmp_path, transport="ssh")
+    made.ensure()
+    assert set(contents(tmp_path / ".tridock/lab")) == {".keys.json", ".lock", "b", "b/mine.txt"}
+    assert set(made.node_files("a")) == set(NODE_FILES)
 
 
 ROOT_ALONE = pytest.mark.skipif(os.geteuid() != 0, reason="nobody else writes into folders of mode 0")

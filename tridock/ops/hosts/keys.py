@@ -1,7 +1,7 @@
 """A cluster's keys: kept in ``.tridock/<cluster>/`` (0700, files 0600) and distributed over trusted connections.
 
-``.keys.json`` alone decides: it is replaced in one step, and the nodes' folders are written from it, so that the next
-command repairs what an interrupted one left. A node's folder is what its container mounts.
+``.keys.json`` alone decides: it is replaced in one step. The twin's containers mount folders of their own beside it,
+which are written from it, so that the next command repairs what an interrupted one left.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ from typing import Final
 
 from tridock.cluster.keys import NODE_FILES, ClusterKeys, node_files
 from tridock.cluster.settings import Cluster
+from tridock.cluster.transports import transport_of
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.run_folder import write_atomic
@@ -38,6 +39,7 @@ class KeyStore:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.folder = cluster.state_folder
+        self._mounted = () if transport_of(cluster).separate_hosts else cluster.nodes
         self._keys: ClusterKeys | None = None
         self._files_of: Callable[[str], dict[str, bytes]] | None = None
 
@@ -69,7 +71,7 @@ class KeyStore:
         return self._files_of(node)
 
     def node_folder(self, node: str) -> Path:
-        """Where these files lie on the operator's machine."""
+        """The folder with these files that the twin's container mounts. Nodes on other hosts have none here."""
         return self.folder / node
 
     def fingerprint(self, node: str | None = None) -> str:
@@ -125,19 +127,19 @@ class KeyStore:
         _set_mode(path, _FILE_MODE)
         self._keys = keys
         files_of = self._files_of = node_files(self._cluster, keys)
-        for node in self._cluster.nodes:
+        for node in self._mounted:
             folder = self.node_folder(node.name)
             self._make_folder(folder)
             for name, content in files_of(node.name).items():
                 _put(folder / name, content)
-        self._remove_others({node.name for node in self._cluster.nodes})
+        self._remove_others({node.name for node in self._mounted})
 
     def _make_folder(self, folder: Path) -> None:
         folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         _set_mode(folder, _FOLDER_MODE)
 
     def _remove_others(self, names: set[str]) -> None:
-        """Removes folders of nodes that left the hostfile: our files only, and the folder if that was all."""
+        """Removes folders that no container mounts: our files only, and the folder if that was all."""
         for folder in self.folder.iterdir():
             if folder.name in names or not folder.is_dir() or folder.is_symlink():
                 continue
@@ -174,22 +176,29 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
         store.rotate()
     else:
         store.ensure()
-    todo = {node: _key_steps(session, store, node) for node in session.states()}
 
     def push(node: str, host: Host) -> None:
-        steps, what = todo[node]
+        steps, what = _key_steps(session, store, node)
         if len(steps) > 1:  # in one command, which a lost connection does not end
             line = " && ".join(step.render() for step in steps)
             steps = [Command.of("sh", "-c", line, stdin=steps[0].stdin)]
         done = host.run(steps[0], timeout=FILES_TIMEOUT_S)
         replace(done, command=what).checked(node)
 
-    session.each(push, only=tuple(node for node, (steps, _) in todo.items() if steps))
+    session.each(push, only=tuple(node for node in session.states() if _needs_keys(session, store, node)))
     return store
 
 
+def _needs_keys(session: Session, store: KeyStore, node: str) -> bool:
+    """Whether the node's host has other files than it should, or its sshd must read those of this machine again."""
+    state = session.states()[node]
+    if session.transport.separate_hosts:
+        return state.keys != keys_digest(store.node_files(node))
+    return state.container is not None and state.container.running
+
+
 def _key_steps(session: Session, store: KeyStore, node: str) -> tuple[list[Command], str]:
-    """Returns the commands that copy a node's files to its host, if it has others, and a description of them.
+    """Returns the commands that copy a node's files to its host, and a description of them.
 
     A running node's sshd reads them again. Until then a file says that it has not: a host that is left in between has
     other files than it should.
@@ -201,8 +210,6 @@ def _key_steps(session: Session, store: KeyStore, node: str) -> tuple[list[Comma
         return reread, "have sshd read its keys again"
     folder = session.transport.secrets(node, state.facts)
     what = f"write into {folder}"
-    if state.keys == keys_digest(files):
-        return [], what
     if not rereads:
         return [put_tree_command(files, folder, _FILE_MODE)], what
     write = put_tree_command({**files, _UNREAD: b""}, folder, _FILE_MODE)

@@ -27,6 +27,8 @@ _CHUNK = 1 << 20
 _OCI = "application/vnd.oci.image"
 _MANIFEST, _CONFIG, _LAYER = f"{_OCI}.manifest.v1+json", f"{_OCI}.config.v1+json", f"{_OCI}.layer.v1.tar"
 _ZSTD_LEVEL = 3
+_PUSHES = 4
+"""For the manifests, the configurations and the layers that hosts lack, and one in reserve."""
 _GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # deflate's final, empty block
 
@@ -51,7 +53,7 @@ def export_image(
     """
     local = LocalHost()
     with LoopbackRegistry(folder, progress, local.close) as registry:
-        parts, reason = _push(local, image, len(diff_ids), present, registry)
+        parts, reason = _push(local, image, diff_ids, present, registry)
         if registry.failure is not None:
             raise not_written(f"docker push {image}", folder, str(registry.failure))
     if parts is not None:
@@ -61,25 +63,28 @@ def export_image(
 
 
 def _push(
-    local: LocalHost, image: str, layers: int, present: int, registry: LoopbackRegistry
+    local: LocalHost, image: str, diff_ids: Sequence[str], present: int, registry: LoopbackRegistry
 ) -> tuple[ImageParts | None, str]:
     """Returns the parts, or None and the reason."""
     name = f"{registry.repository}:push"
     local.run(Command.of("docker", "tag", image, name), timeout=30.0).checked("docker")
     try:
-        for _ in range(3):
+        for _ in range(_PUSHES):
             done = local.run(Command.of("docker", "push", name))
             if done.exit_code:
                 return None, (done.stderr or done.stdout).decode(errors="replace").strip().rpartition("\n")[2]
-            manifest = registry.manifest(layers)
-            if manifest is None:
-                return None, "no manifest of the image came"
-            named = json.loads(manifest)
-            config = named["config"]["digest"]
-            needed = {config, *(layer["digest"] for layer in named["layers"][present:])}
+            found = registry.manifests_with(len(diff_ids))
+            ours = [manifest for manifest in found if registry.diff_ids(manifest) == list(diff_ids)]
+            likely = [json.loads(manifest) for manifest in ours or found]
+            needed = {named["config"]["digest"] for named in likely}
+            if len(likely) == 1:  # else the configurations must come first, as other platforms' layers are not needed
+                needed |= {layer["digest"] for layer in likely[0]["layers"][present:]}
             missing = {digest for digest in needed if not (registry.folder / digest).exists()}
             if not missing:
-                return ImageParts((registry.folder / config).read_bytes(), manifest, registry.folder), ""
+                if not ours:
+                    return None, "no manifest of the image came"
+                config = (registry.folder / likely[0]["config"]["digest"]).read_bytes()
+                return ImageParts(config, ours[0], registry.folder), ""
             registry.refused |= missing
         return None, "layers are missing"
     finally:

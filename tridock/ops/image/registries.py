@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.archive import shared_layers
+from tridock.ops.image.registry import LOOPBACK, PREFIX
 from tridock.remote import Completed, LocalHost
 
 # Names the image as usual, and records the operator's id ($4) and the host's in $3.
@@ -32,14 +34,25 @@ def base_of(diff_ids: Sequence[str]) -> Base | None:
     local = LocalHost()
     listed = local.run(Command.of("docker", "image", "ls", "--all", "--quiet", "--no-trunc"), timeout=60.0)
     ids = sorted(set(listed.stdout.decode().split()))
-    form = "{{json .RepoDigests}}\t{{json .RootFS.Layers}}"
-    lines = local.run(Command.of("docker", "image", "inspect", "--format", form, *ids), timeout=60.0).stdout.decode()
+    lines = local.run(Command.of("docker", "image", "inspect", "--format", "{{json .}}", *ids), timeout=60.0).stdout
     found = [
-        Base(references[0], len(layers))
-        for references, layers in (map(json.loads, line.split("\t")) for line in lines.splitlines() if line)
-        if references and layers and shared_layers(diff_ids, [layers]) == len(layers) < len(diff_ids)
+        Base(image["RepoDigests"][0], len(layers))
+        for image in map(json.loads, filter(None, lines.split(b"\n")))
+        if image["RepoDigests"]
+        and _is_in_registry(image)
+        and (layers := image["RootFS"].get("Layers"))
+        and shared_layers(diff_ids, [layers]) == len(layers) < len(diff_ids)
     ]
     return max(found, key=lambda base: base.layers, default=None)
+
+
+def _is_in_registry(image: Mapping[str, Any]) -> bool:
+    """Whether a registry may have an image with a digest: in containerd's image store those that were built here have
+    one too. Since Docker 29 the engine says where an image was pulled from or pushed to.
+    """
+    identity = image.get("Identity") or {}
+    known = [pulled["Repository"] for pulled in identity.get("Pull", ())]
+    return not identity.get("Build") or not all(name.startswith(f"{LOOPBACK}/{PREFIX}") for name in known)
 
 
 def pull(session: Session, reference: str, nodes: tuple[str, ...]) -> dict[str, str]:

@@ -16,6 +16,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from tridock.ops.image.archive import digest_of
 
+LOOPBACK: Final = "127.0.0.1"
+PREFIX: Final = "tridock-"
+"""How the repository's secret name begins."""
 _CHUNK = 1 << 20
 _TLS_HANDSHAKE = b"\x16"
 _SHUTDOWN_S: Final = 0.02
@@ -31,13 +34,13 @@ class LoopbackRegistry:
         self.refused: set[str] = set()
         self.manifests: list[bytes] = []
         self.failure: OSError | None = None
-        self.path = f"/v2/tridock-{secrets.token_hex(16)}/image"
-        self._server = _Server(("127.0.0.1", 0), type("Handler", (Handler,), {"registry": self}))
+        self.path = f"/v2/{PREFIX}{secrets.token_hex(16)}/image"
+        self._server = _Server((LOOPBACK, 0), type("Handler", (Handler,), {"registry": self}))
 
     @property
     def repository(self) -> str:
         """The repository name for `docker push`: engines allow loopback addresses without TLS."""
-        return f"127.0.0.1:{self._server.server_port}{self.path.removeprefix('/v2')}"
+        return f"{LOOPBACK}:{self._server.server_port}{self.path.removeprefix('/v2')}"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, args=(_SHUTDOWN_S,), daemon=True).start()
@@ -47,10 +50,18 @@ class LoopbackRegistry:
         self._server.shutdown()
         self._server.server_close()
 
-    def manifest(self, layers: int) -> bytes | None:
-        """Returns the pushed image manifest with this many layers; an index or attestation differs."""
-        found = (one for one in reversed(self.manifests) if len(json.loads(one).get("layers", ())) == layers)
-        return next(found, None)
+    def manifests_with(self, layers: int) -> list[bytes]:
+        """Returns the pushed manifests with this many layers.
+
+        An engine pushes one for each platform of an image that it has, and those of attestations.
+        """
+        found = (one for one in self.manifests if len(json.loads(one).get("layers", ())) == layers)
+        return list(dict.fromkeys(found))
+
+    def diff_ids(self, manifest: bytes) -> list[str]:
+        """Returns the layers' ids in the configuration that a manifest names; none until that has arrived."""
+        config = self.folder / json.loads(manifest)["config"]["digest"]
+        return list(json.loads(config.read_bytes()).get("rootfs", {}).get("diff_ids", ())) if config.exists() else []
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

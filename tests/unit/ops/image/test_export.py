@@ -9,6 +9,7 @@ import json
 import random
 import socket
 import subprocess
+import sys
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -74,8 +75,9 @@ def test_a_registry_takes_what_an_engine_pushes(parts: ImageParts, received: Pat
     counts: list[int] = []
     with LoopbackRegistry(received, counts.append, lambda: None) as registry:
         Engine(registry, parts, at_once=at_once).push(known=False)
-        assert registry.manifest(3) == parts.manifest
-        assert registry.manifest(4) is None
+        assert registry.manifests_with(3) == [parts.manifest]
+        assert registry.diff_ids(parts.manifest) == list(DIFF_IDS)
+        assert registry.manifests_with(4) == []
     digests = {digest_of(parts.config), *parts.layers}
     assert {path.name: path.read_bytes() for path in received.iterdir()} == {
         digest: parts.config if digest == digest_of(parts.config) else (parts.folder / digest).read_bytes()
@@ -144,6 +146,71 @@ def saved(folder: Path, names: Callable[[int], str], contents: list[bytes]) -> P
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     return path
+
+
+# `docker push`: each manifest's blobs, as far as the registry lacks them, then the manifest; notes what it sent.
+PUSH = """
+import http.client, json, pathlib, sys
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+address, _, repository = name.rpartition(":")[0].partition("/")
+def ask(method, path, body=None):
+    connection = http.client.HTTPConnection(address)
+    connection.request(method, path, body)
+    answer = connection.getresponse()
+    answer.read()
+    return answer
+for path in sorted(folder.glob("manifest-*")):
+    manifest = json.loads(path.read_bytes())
+    for digest in (manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"])):
+        if ask("HEAD", f"/v2/{repository}/blobs/{digest}").status == 404:
+            where = ask("POST", f"/v2/{repository}/blobs/uploads/").headers["Location"]
+            ask("PUT", f"{where}?digest={digest}", (folder / digest).read_bytes())
+            with (folder / "sent").open("a") as sent:
+                sent.write(f"{digest}\\n")
+    ask("PUT", f"/v2/{repository}/manifests/{path.name}", path.read_bytes())
+with (folder / "pushes").open("a") as pushes:
+    pushes.write(".")
+"""
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one platform", "several"])
+def test_of_an_image_for_several_platforms_this_engines_own_is_exported(
+    docker: Callable[[str], None], parts: ImageParts, received: Path, tmp_path: Path, several: bool
+) -> None:
+    """The other one, which is pushed last, has as many layers; their configurations tell them apart."""
+    (parts.folder / digest_of(parts.config)).write_bytes(parts.config)
+    (parts.folder / "manifest-1").write_bytes(parts.manifest)
+    if several:
+        other = json.dumps({"architecture": "arm64", "rootfs": {"diff_ids": ["x", "y", "z"]}}).encode()
+        (parts.folder / digest_of(other)).write_bytes(other)
+        layers = [{"digest": f"sha256:{name}"} for name in "xyz"]
+        manifest = {"config": {"digest": digest_of(other)}, "layers": layers}
+        (parts.folder / "manifest-2").write_text(json.dumps(manifest))
+    (tmp_path / "push.py").write_text(PUSH)
+    docker(f'case $1 in push) exec {sys.executable} {tmp_path}/push.py {parts.folder} "$2";; esac')
+    found = export_image("lab", DIFF_IDS, 1, received, lambda _: None, pytest.fail)
+    assert (found.config, found.manifest) == (parts.config, parts.manifest)
+    configs = {digest_of(parts.config), *([digest_of(other)] if several else [])}
+    assert set((parts.folder / "sent").read_text().split()) == {*configs, *parts.layers[1:]}
+    assert len((parts.folder / "pushes").read_text()) == (3 if several else 2)
+
+
+def test_an_engine_that_pushes_another_platform_alone_saves(
+    docker: Callable[[str], None], parts: ImageParts, received: Path, tmp_path: Path
+) -> None:
+    (parts.folder / digest_of(parts.config)).write_bytes(parts.config)
+    (parts.folder / "manifest-1").write_bytes(parts.manifest)
+    (tmp_path / "push.py").write_text(PUSH)
+    docker(
+        f'case $1 in push) exec {sys.executable} {tmp_path}/push.py {parts.folder} "$2";;'
+        " save) echo no such image >&2; exit 1;; esac"
+    )
+    notes: list[str] = []
+    with pytest.raises(ClusterError, match="no such image"):
+        export_image("lab", ("x", "y", "z"), 1, received, lambda _: None, notes.append)
+    assert notes == [
+        "docker push cannot give single layers away (no manifest of the image came); docker save takes the whole image"
+    ]
 
 
 @pytest.mark.parametrize("names", [lambda n: f"{n}/layer.tar", lambda n: f"blobs/sha256/{n}"], ids=["20.10", "25"])

@@ -35,9 +35,37 @@ IMAGES = {
 def test_the_base_is_the_largest_beginning_that_a_registry_has(
     docker: Callable[[str], None], there: list[str], base: Base | None
 ) -> None:
-    lines = "\n".join("\t".join(map(json.dumps, IMAGES[name])) for name in there)
+    lines = "\n".join(
+        json.dumps({"RepoDigests": digests, "RootFS": {"Layers": layers}})
+        for digests, layers in map(IMAGES.__getitem__, there)
+    )
     docker(f"case $2 in ls) echo '{' '.join(there)}';; inspect) cat <<'END'\n{lines}\nEND\nesac")
     assert base_of(("a", "b", "c")) == base
+
+
+@pytest.mark.parametrize(
+    ("identity", "found"),
+    [
+        ({"Pull": [{"Repository": "docker.io/library/debian"}]}, True),
+        ({"Build": [{"Ref": "to59", "CreatedAt": "2026-11-25T12:46:26Z"}]}, False),
+        ({"Pull": [{"Repository": "127.0.0.1/tridock-d73c/image"}], "Build": [{"Ref": "uhqy"}]}, False),
+        ({"Pull": [{"Repository": "lab:5000/base"}], "Build": [{"Ref": "uhqy"}]}, True),
+        (None, True),
+        ({}, True),
+    ],
+    ids=["pulled", "built", "given away by Tridock", "pushed", "before 29", "nothing known"],
+)
+def test_an_image_that_was_only_built_here_is_no_base_of_a_registry(
+    docker: Callable[[str], None], identity: object, found: bool
+) -> None:
+    """With containerd's image store it has a digest too. As Docker 29.7.2 prints it."""
+    image = {
+        "Id": "sha256:805c", "RepoTags": ["base:1"], "RepoDigests": ["base@sha256:805c"],
+        "Architecture": "amd64", "RootFS": {"Type": "layers", "Layers": ["a"]},
+    }  # fmt: skip
+    line = json.dumps(image if identity is None else {**image, "Identity": identity})
+    docker(f"case $2 in ls) echo sha256:805c;; inspect) echo '{line}';; esac")
+    assert (base_of(("a", "b")) == Base("base@sha256:805c", 1)) is found
 
 
 def test_only_images_that_were_brought_and_are_not_used_are_pruned(

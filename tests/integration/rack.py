@@ -39,6 +39,11 @@ _NESTED = (
     *("--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw"),
 )
 
+# Another Docker on the hosts: a folder with its programs (dockerd, docker, containerd, containerd-shim-runc-v2, runc,
+# docker-proxy), static or for Debian 12; and its image store, `overlay2` or `containerd` (default: that Docker's own).
+HOST_DOCKER = os.environ.get("TRIDOCK_HOST_DOCKER")
+HOST_STORE = os.environ.get("TRIDOCK_HOST_STORE")
+
 TINY = {
     "name": "tiny",
     "model": {
@@ -54,6 +59,18 @@ TINY = {
     # DeepSpeed's imports torch three times more; tests of its own way choose it.
     "launch": {"launcher": "ssh"},
 }  # fmt: skip
+
+
+def build_host_image(store: str | None = HOST_STORE) -> None:
+    """Builds the image of a Docker host, with Debian's Docker or another one."""
+    proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
+    arguments = [word for name in proxies for word in ("--build-arg", name)]
+    succeed("docker", "build", "--quiet", *arguments, "--tag", HOST_IMAGE, str(ROOT / "tests/integration/docker_host"))
+    if HOST_DOCKER is not None:
+        features = {} if store is None else {"features": {"containerd-snapshotter": store == "containerd"}}
+        install = f"mkdir -p /etc/docker && echo '{json.dumps(features)}' >/etc/docker/daemon.json"
+        recipe = f"FROM {HOST_IMAGE}\nCOPY . /usr/local/bin/\nRUN {install}\n"
+        succeed("docker", "build", "--quiet", "--tag", HOST_IMAGE, "--file", "-", HOST_DOCKER, input=recipe)
 
 
 def copy_tree(folder: Path) -> Path:
@@ -301,9 +318,7 @@ def write_data(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def rack(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
     """Two Docker hosts without any node yet, and a project."""
-    proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
-    arguments = [word for name in proxies for word in ("--build-arg", name)]
-    succeed("docker", "build", "--quiet", *arguments, "--tag", HOST_IMAGE, str(ROOT / "tests/integration/docker_host"))
+    build_host_image()
     made = Rack(own_name(), tmp_path_factory.mktemp("rack"))
     try:
         succeed("docker", "tag", cpu_image, made.image)

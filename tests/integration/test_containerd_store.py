@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rack import USER, Rack
+from tests.integration.rack import HOST_DOCKER, USER, Rack, build_host_image
 from tests.integration.registry import Registry
 from tests.integration.support import HOST_IMAGE, ROOT, execute, own_name, succeed
 from tridock.ops.hosts.session import Session
@@ -36,11 +36,15 @@ ALL = "docker image rm --force $(docker image ls --all --quiet)"
 
 @pytest.fixture(scope="module")
 def rack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
-    """One host with Debian 13's Docker."""
-    variables = [name for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
-    for image, folder in {HOST_IMAGE: "docker_host", IMAGE: "containerd_host"}.items():
+    """One host with Debian 13's Docker, or the one that TRIDOCK_HOST_DOCKER names."""
+    build_host_image("containerd")
+    if HOST_DOCKER is None:
+        variables = [name for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
         arguments = [f"--build-arg={name}" for name in (*variables, f"HOST_IMAGE={HOST_IMAGE}")]
-        succeed("docker", "build", "--quiet", *arguments, "--tag", image, f"{ROOT}/tests/integration/{folder}")
+        folder = f"{ROOT}/tests/integration/containerd_host"
+        succeed("docker", "build", "--quiet", *arguments, "--tag", IMAGE, folder)
+    else:
+        succeed("docker", "tag", HOST_IMAGE, IMAGE)
     made = Rack(own_name(), tmp_path_factory.mktemp("containerd"))
     (made.project / "hostfiles").mkdir(parents=True)
     (made.folder / "image/blobs").mkdir(parents=True)

@@ -51,12 +51,13 @@ class LoopbackRegistry:
         self._server.server_close()
 
     def manifests_with(self, layers: int) -> list[bytes]:
-        """Returns the pushed manifests with this many layers.
+        """Returns the pushed manifests with this many layers: of each configuration the last, as an engine takes the
+        sizes of layers that it does not send from this registry.
 
-        An engine pushes one for each platform of an image that it has, and those of attestations.
+        An engine pushes a manifest for each platform of an image that it has, and for attestations.
         """
-        found = (one for one in self.manifests if len(json.loads(one).get("layers", ())) == layers)
-        return list(dict.fromkeys(found))
+        named = [(json.loads(one), one) for one in self.manifests]
+        return list({it["config"]["digest"]: one for it, one in named if len(it.get("layers", ())) == layers}.values())
 
     def diff_ids(self, manifest: bytes) -> list[str]:
         """Returns the layers' ids in the configuration that a manifest names; none until that has arrived."""

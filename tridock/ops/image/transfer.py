@@ -89,7 +89,10 @@ if [ -n "$source" ]; then
   docker image inspect "$source" >/dev/null 2>&1 || { echo "the image with the other layers is gone" >&2; exit 1; }
   [ -z "$check" ] || platform=--platform=$(docker version --format '{{.Server.Os}}/{{.Server.Arch}}')
 fi
-while read -r name; do cat -- "$name"; done <order | docker load --quiet $platform >/dev/null
+error=$(while read -r name; do cat -- "$name"; done <order | docker load --quiet $platform 2>&1 >/dev/null) || {
+  case $error in *"requested platform"*) error="layers of the image are missing";; esac
+  printf '%s\n' "$error" >&2; exit 1
+}
 docker image ls --all --quiet --no-trunc | grep -qxF -- "$id" || { echo "layers of the image are missing" >&2; exit 1; }
 test=tridock-load-${id#sha256:}
 docker rm --force --volumes "$test" >/dev/null 2>&1 || true

@@ -13,7 +13,7 @@ from tests.distributed.ranks import VOCABULARY, Started, asked_for, losses, make
 from tests.distributed.test_huggingface import CORE, STILL, exported, weights
 from tests.distributed.test_shared_models import LLAMA, PP, STRATEGY, TP
 from tridock.experiment import load_experiment
-from tridock.train.huggingface.families import config_of
+from tridock.experiment.families import config_of
 
 pytest.importorskip("safetensors")
 pytest.importorskip("megatron.core", exc_type=ImportError)

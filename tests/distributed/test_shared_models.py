@@ -56,9 +56,8 @@ QWEN3 = {
     **LLAMA, "model.kv_channels": 12, "model.qk_layernorm": True, "model.untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 KINDS = {"llama": LLAMA, "qwen3": QWEN3}
-FEW = {"train.train_iters": 8, "train.eval_interval": 0}
 OF_KINDS = {
-    ranks: {f"{kind}-{name}": {**own, **it, **FEW} for kind, own in KINDS.items() for name, it in layouts.items()}
+    ranks: {f"{kind}-{name}": {**own, **it} for kind, own in KINDS.items() for name, it in layouts.items()}
     for ranks, layouts in ((1, {"alone": {}}), (2, TWO), (4, FOUR))
 }
 SOME_OF_KINDS = ("qwen3-zero3", "qwen3-tp2", "llama-pp2-interleaved", "qwen3-pp2")
@@ -128,7 +127,7 @@ def kinds(request: pytest.FixtureRequest, workspace: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("name", thinned({**OF_KINDS[2], **OF_KINDS[4]}, SOME_OF_KINDS))
 def test_a_llama_has_the_losses_of_a_single_process(kinds: dict[str, Path], name: str) -> None:
     wanted = losses(kinds[f"{name.partition('-')[0]}-alone"])
-    assert wanted[(8, "train")] < wanted[(1, "train")] - 0.1
+    assert wanted[(20, "train")] < wanted[(1, "train")] - 0.3
     assert losses(kinds[name]) == pytest.approx(wanted, abs=TOLERANCE, rel=0)
 
 

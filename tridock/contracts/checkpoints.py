@@ -19,6 +19,8 @@ LATEST: Final = "latest"
 """Pointer of DeepSpeed and of engine ``torch`` to the newest checkpoint's folder."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Megatron's pointer: the newest checkpoint's iteration."""
+RELEASE: Final = "release"
+"""The folder of a checkpoint of Megatron without an iteration."""
 COPIED: Final = ".copied"
 """In the head's checkpoint folder: the iterations whose copies on other nodes need what all nodes have of them."""
 _NAME: Final = re.compile(r"^(?:iter_|global_step)(\d+)$")
@@ -42,6 +44,20 @@ def newest(folder: Path, since: float = 0.0) -> tuple[int, Path] | None:
             if (path / MANIFEST).stat().st_mtime >= since:
                 found.append((iteration, path))
     return max(found, default=None)
+
+
+def checkpoint_name(name: str) -> bool:
+    """Whether a folder with this name is one checkpoint."""
+    return _NAME.match(name) is not None or name == RELEASE
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds checkpoints, complete or not, a pointer to one, or the files of one."""
+    if checkpoint_name(folder.name):
+        return folder.is_dir() and any(folder.iterdir())
+    if any((folder / pointer).is_file() for pointer in (LATEST, TRACKER)):
+        return True
+    return any(any(path.iterdir()) for path in saved_in(folder).values() if path.is_dir())
 
 
 def set_aside(folder: Path) -> Path:

@@ -226,5 +226,5 @@ def megatron_sizes(
         fields |= {} if epsilon is None else {"norm_epsilon": epsilon}
     multiple = given.get("make_vocab_size_divisible_by", DIVISIBLE_BY)
     return StoredWeights(
-        None, None, fields, has_config=bool(given), rows=ranks * words[0], rows_divisible_by=ranks * multiple
+        None, fields=fields, has_config=bool(given), rows=ranks * words[0], rows_divisible_by=ranks * multiple
     )

@@ -210,6 +210,10 @@ class PreflightAnswer:
     read: Mapping[str, Any] = field(default_factory=dict)
     loads: bool = True
     """Whether the folder of the checkpoint to load exists."""
+    load_lacks: str | None = None
+    """What a folder to resume from lacks to hold a checkpoint; None if it holds one."""
+    load_inside: str | None = None
+    """The folder in it that holds checkpoints, if it holds none itself."""
     load_format: str | None = None
     """Another program's format of the checkpoint to load, as in ``train.load: FORMAT:DIR``."""
     weights: StoredWeights | None = None

@@ -1,8 +1,8 @@
 """Folders of weights that a run can start from (``train.load: FORMAT:DIR``): which of their files hold the weights."""
 
-import math
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -41,20 +41,29 @@ GPT2_LAYERS: Final[Mapping[str, Any]] = {
 
 _MODEL_STATES: Final = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 _OPTIM_STATES: Final = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
+SAVED: Final = "name a folder that transformers' save_pretrained has written, with config.json and model.safetensors"
+DOWNLOAD: Final = "download all of the model"
 _CONVERT: Final = "or convert it with DeepSpeed's zero_to_fp32.py and transformers, and use train.load: hf:DIR"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """The answer about a folder of weights: what is wrong with it, or the sizes of the model in it."""
+    """The answer about a folder of weights: what is wrong with it, or the model in it."""
 
     problem: Problem | None = None
-    parameters: int | None = None
-    """The number of parameters, if it is known without the model's definition."""
+    folder: str = ""
+    """The folder of the weights, which may be in the given one."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shapes of weights with transformers' names."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of weights that are another weight, with that one's name."""
+    config: Mapping[str, Any] | None = None
+    """The content of ``config.json``, if there is one."""
+    config_folder: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of an experiment's model that the weights show."""
     has_config: bool = False
-    """Whether there is a ``config.json``, or Megatron's arguments."""
+    """Whether every field of the model is known, by a ``config.json`` or Megatron's arguments."""
     rows: int | None = None
     """Rows of the token table with its padding, if it has any."""
     rows_divisible_by: int = 1
@@ -149,8 +158,21 @@ def config_folder(folder: Path, checkpoint: Path) -> Path | None:
     return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
-def stored_sizes(shapes: Mapping[str, Sequence[int]], *, has_config: bool = False) -> StoredWeights:
-    """Returns what the shapes of weights with transformers' names show, each weight once."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads ``config.json`` of a transformers folder. Raises :class:`RequestError` if it cannot be read."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__}, no object")
+    except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RequestError(Problem(str(path), "cannot be read", got, SAVED)) from None
+    return config
+
+
+def shown_sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the fields of the experiment's model that shapes of weights with transformers' names show."""
     fields: dict[str, int] = {}
     layers = [int(found[1]) for name in shapes if (found := _LAYER.search(name))]
     if layers:
@@ -161,7 +183,7 @@ def stored_sizes(shapes: Mapping[str, Sequence[int]], *, has_config: bool = Fals
                 fields[field_] = shape[dimension]
                 if field_ == "vocab_size":
                     fields["hidden_size"] = shape[1]
-    return StoredWeights(None, sum(math.prod(shape) for shape in shapes.values()), fields, has_config)
+    return fields
 
 
 _LAYER: Final = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
@@ -182,17 +204,3 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
-
-
-def safetensors_problem(folder: Path, index: object) -> Problem | None:
-    """Returns what a transformers folder lacks; ``index`` is the content of its index of several files, if any."""
-    todo = "name a folder that transformers' save_pretrained has written, with config.json and model.safetensors"
-    if not (folder / CONFIG).is_file():
-        return Problem(str(folder), f"holds no {CONFIG}", "", todo)
-    files: Iterable[str] = (SINGLE,)
-    if isinstance(index, Mapping) and isinstance(index.get("weight_map"), Mapping):
-        files = sorted({*map(str, index["weight_map"].values())})
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        return Problem(str(folder), "lacks files of weights", ", ".join(missing), "download all of the model")
-    return None

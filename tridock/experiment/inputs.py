@@ -4,10 +4,11 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from tridock.contracts.pretrained import HF, StoredWeights
+from tridock.contracts.pretrained import DOWNLOAD, HF, StoredWeights
 from tridock.errors import Problem
+from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
-from tridock.experiment.weights import model_parameters
+from tridock.experiment.transformers_weights import config_problems, weights_differences, yaml_value
 
 IMAGE_SUFFIXES = ("_images.npy", "_labels.npy")
 """File name endings after ``data.data_path`` for an image model."""
@@ -26,9 +27,31 @@ def tokenizer_folders(experiment: Experiment) -> tuple[str, ...]:
 def weights_problems(experiment: Experiment, stored: StoredWeights, tokens: int | None) -> Iterator[Problem]:
     """Yields differences between the weights of ``train.load: FORMAT:DIR`` and the experiment's model.
 
-    ``tokens`` is the size of its vocabulary, if known.
+    ``tokens`` is the size of its vocabulary, if known. Raises :class:`RequestError` for a model that is not supported.
     """
     model = experiment.model.model_copy(update={"vocab_size": tokens})
+    problems = (
+        [] if stored.config is None else list(config_problems(model, stored.config, stored.config_folder, tokens))
+    )
+    problems = problems or list(_size_problems(model, stored))
+    if not problems and stored.shapes:
+        is_hf = experiment.train.pretrained is not None and experiment.train.pretrained[0] == HF
+        todo = DOWNLOAD if is_hf else _OTHER_FIELDS
+        given = model, tokens, stored.shapes, stored.aliases, stored.folder, todo
+        problems = list(weights_differences(*given, exactly=not is_hf))
+    yield from problems
+    if tokens is not None and stored.rows is not None:
+        multiple = max(stored.rows_divisible_by, model.make_vocab_size_divisible_by)
+        if not tokens <= stored.rows < tokens + multiple:
+            what = f"the token table of train.load has {stored.rows:,} rows, with a padding of less than {multiple:,}"
+            yield Problem("model.vocab_size", what, f"{tokens:,}", "use data of the tokenizer that the weights go with")
+
+
+_OTHER_FIELDS: Final = "change the model's fields, or use train.load: hf:DIR after save_pretrained"
+
+
+def _size_problems(model: Model, stored: StoredWeights) -> Iterator[Problem]:
+    """Yields the fields that the weights' shapes, or Megatron's arguments, have otherwise."""
     sizes = {
         "max_position_embeddings": model.positions,
         "ffn_hidden_size": model.ffn_size,
@@ -37,28 +60,13 @@ def weights_problems(experiment: Experiment, stored: StoredWeights, tokens: int 
         "activation_func": model.gelu,
     }
     pairs = {name: (there, sizes.get(name, getattr(model, name))) for name, there in stored.fields.items()}
-    if tokens is None:
+    if model.vocab_size is None:
         pairs.pop("vocab_size", None)
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    for name, (there, here) in differing.items():
-        want = _yaml(there)
-        yield Problem(
-            f"model.{name}", f"the weights of train.load have {want}", _yaml(here), f"set it to {want}", (want,)
-        )
-    if tokens is None:
-        return
-    if stored.rows is not None:
-        multiple = max(stored.rows_divisible_by, model.make_vocab_size_divisible_by)
-        if not tokens <= stored.rows < tokens + multiple:
-            what = f"the token table of train.load has {stored.rows:,} rows, with a padding of less than {multiple:,}"
-            yield Problem("model.vocab_size", what, f"{tokens:,}", "use data of the tokenizer that the weights go with")
-    if not differing and stored.parameters not in (None, here := model_parameters(model, tokens)):
-        what = f"the weights of train.load have {stored.parameters:,} parameters, the experiment's model another number"
-        yield Problem("model", what, f"{here:,}", "change its fields until the plan shows as many")
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    for name, (there, here) in pairs.items():
+        if there != here:
+            want = yaml_value(there)
+            what = f"the weights of train.load have {want}"
+            yield Problem(f"model.{name}", what, yaml_value(here), f"set it to {want}", (want,))
 
 
 def data_problems(

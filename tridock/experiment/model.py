@@ -13,6 +13,11 @@ Width = Annotated[int, Field(gt=0, le=2**20)]
 Many = Annotated[int, Field(gt=0, le=2**28)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+LOW_FREQUENCY: Final = 1.0
+HIGH_FREQUENCY: Final = 4.0
+ORIGINAL_CONTEXT: Final = 8192
+"""Llama 3.1's value: periods above ORIGINAL_CONTEXT / LOW_FREQUENCY tokens are scaled by the whole factor, those below
+ORIGINAL_CONTEXT / HIGH_FREQUENCY tokens are not."""
 _RESNET: Final[Mapping[str, int | float]] = {
     "num_layers": 16,  # blocks
     "num_attention_heads": 1,

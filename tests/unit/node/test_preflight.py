@@ -27,6 +27,8 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
         },
         "read": {},
         "loads": True,
+        "load_lacks": None,
+        "load_inside": None,
         "load_format": None,
         "weights": None,
         "has_tokenizer": True,
@@ -43,6 +45,36 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
 def test_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
     assert answer("preflight", f"--load={tmp_path}")["loads"] is True
     assert answer("preflight", f"--load={tmp_path}/none")["loads"] is False
+
+
+def test_a_folder_that_holds_no_checkpoint(tmp_path: Path) -> None:
+    def said(folder: Path) -> tuple[str | None, str | None]:
+        found = answer("preflight", f"--load={folder}")
+        return found["load_lacks"], found["load_inside"]
+
+    pointers = "neither latest_checkpointed_iteration.txt nor latest nor folders iter_… or global_step…"
+    run = tmp_path / "run"
+    own = run / "checkpoints"
+    one = own / "iter_0000003"
+    own.mkdir(parents=True)
+    assert said(own) == ("empty", None)
+    assert said(run) == (pointers, None)
+    one.mkdir()
+    assert said(own) == (pointers, None)  # the ranks would look into a folder that is empty
+    assert said(one) == ("empty", None)
+    (one / "files.json").touch()
+    assert said(own) == said(one) == (None, None)
+    assert said(run) == (pointers, str(own))
+    (run / "latest").write_text("global_step7")
+    assert said(run) == (None, None)
+    (tmp_path / "release").mkdir()
+    assert said(tmp_path / "release") == ("empty", None)
+    for place in ("plain/mp_rank_00/model_optim_rng.pt", "zero/x/mp_rank_00_model_states.pt"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).touch()
+        assert said(tmp_path / place.partition("/")[0]) == (None, None)
+    assert said(tmp_path / "none") == (None, None)  # "loads" says it
+    assert answer("preflight", f"--load={tmp_path}", f"--weights=hf:{tmp_path}")["load_lacks"] is None
 
 
 def test_a_vocabulary_is_counted_and_a_json_file_is_shown_where_it_can_be_read(tmp_path: Path) -> None:

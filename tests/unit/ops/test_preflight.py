@@ -15,6 +15,7 @@ from tridock.contracts.pretrained import StoredWeights
 from tridock.contracts.supervision import contract
 from tridock.errors import Problem, TridockError
 from tridock.experiment import Experiment, fields_digest
+from tridock.experiment.transformers_weights import transformers_shapes
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.preflight import (
     Preflight,
@@ -123,7 +124,7 @@ def test_weights_to_start_from_that_do_not_fit(capsys: pytest.CaptureFixture[str
     ]
     assert capsys.readouterr().err == ""
     sizes = {"num_layers": 2, "vocab_size": 17, "max_position_embeddings": 8, "ffn_hidden_size": 64}
-    assert found(fields=sizes, parameters=9) == [
+    assert found(fields=sizes) == [
         "t.yaml: model.num_layers: the weights of train.load have 2; got 3; set it to 2",
         "t.yaml: model.vocab_size: the weights of train.load have 17; got 16; set it to 17",
         "t.yaml: model.ffn_hidden_size: the weights of train.load have 64; got 32; set it to 64",
@@ -132,12 +133,26 @@ def test_weights_to_start_from_that_do_not_fit(capsys: pytest.CaptureFixture[str
         "warning: t.yaml: train.load: has no config.json: fields that no weight shows (heads, norm_epsilon,"
         " rotary_base) are not checked; got deepspeed:ck; copy the model's config.json into it\n"
     )
-    right = {"num_layers": 3, "vocab_size": 16}
-    assert found(fields=right, parameters=2824, has_config=True) == []
-    assert found(fields=right, parameters=9, has_config=True) == [
-        "t.yaml: model: the weights of train.load have 9 parameters, the experiment's model another number; got 2,824;"
-        " change its fields until the plan shows as many"
+    shapes = transformers_shapes(experiment.model, 16)
+    right = {"fields": {"num_layers": 3, "vocab_size": 16}, "folder": "ck/step", "has_config": True}
+    assert found(shapes=shapes, **right) == []
+    few = {name: shape for name, shape in shapes.items() if "ln_2" not in name}
+    todo = "change the model's fields, or use train.load: hf:DIR after save_pretrained"
+    assert found(shapes=few, **right) == [
+        "t.yaml: train.load: ck/step lacks weights of the experiment's model; got transformer.h.0.ln_2.weight, "
+        "transformer.h.0.ln_2.bias, transformer.h.1.ln_2.weight, transformer.h.1.ln_2.bias, "
+        f"transformer.h.2.ln_2.weight and 1 more; {todo}"
     ]
+    assert found(shapes={**shapes, "lora": (2, 3), "transformer.ln_f.bias": (9,)}, **right) == [
+        "t.yaml: train.load: transformer.ln_f.bias in ck/step has another shape than in the experiment's model; "
+        f"got 9, not 8; {todo}",
+        f"t.yaml: train.load: ck/step holds weights that the experiment's model lacks; got lora; {todo}",
+    ]
+    config = {"architectures": ["MambaForCausalLM"]}
+    (refused,) = found(config=config, config_folder="ck", **right)
+    assert refused.startswith(
+        "t.yaml: ck/config.json: is of an architecture that is not supported; got MambaForCausalLM; use one of GPT2LM"
+    )
     assert capsys.readouterr().err == ""
 
 
@@ -262,6 +277,24 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     assert str(caught.value) == (
         "t.yaml: train.load: no such folder on the first node; got 'runs/none'; "
         "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("inside", "todo"),
+    [
+        (None, "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"),
+        ("runs/a/checkpoints", "set it to runs/a/checkpoints"),
+    ],
+)
+def test_a_folder_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str | None, todo: str
+) -> None:
+    head = {"rendezvous": {"port": 1}, "load_lacks": "empty", "load_inside": inside}
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, GOOD, head, load="runs/a")
+    assert str(caught.value) == (
+        f"t.yaml: train.load: holds no checkpoint on the first node; got runs/a: empty; {todo}"
     )
 
 

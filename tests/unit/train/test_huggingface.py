@@ -14,12 +14,12 @@ from tests.experiments import with_fields
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.errors import RequestError, RunError
 from tridock.experiment import dump_experiment
+from tridock.experiment.families import config_of, family_of, model_fields
 from tridock.experiment.model import Model
 from tridock.train.checkpoints.files import Entry, manifest_bytes
 from tridock.train.checkpoints.progress import PROGRESS, Progress
 from tridock.train.huggingface import export as export_program
 from tridock.train.huggingface.export import export
-from tridock.train.huggingface.families import config_of, family_of, model_fields
 from tridock.train.huggingface.generate import built, sampled
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import Pretrained, exported, names_of

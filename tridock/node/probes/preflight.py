@@ -13,8 +13,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tridock.contracts import run_folder
+from tridock.contracts.checkpoints import LATEST, TRACKER, checkpoint_name, holds_checkpoint
 from tridock.contracts.node_answers import Fingerprint, NvmeFolder, PreflightAnswer
 from tridock.contracts.pretrained import StoredWeights
+from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.contracts.supervision import contract
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import cuda_driver
@@ -40,11 +42,15 @@ def preflight(
     With ``head``, also returns a rendezvous port (``port``, or a random one for None), the image's manifest, and the
     contract.
     """
+    resumes = Path(load) if load is not None and weights is None else None
+    lacks, inside = _lacking(resumes) if resumes is not None and resumes.is_dir() else (None, None)
     return PreflightAnswer(
         files={name: _fingerprint(Path(name)) for name in files},
         read={name: _json(Path(name)) for name in read},
         loads=load is None or Path(load).is_dir(),
-        load_format=(format_of(Path(load)) or None) if load is not None and weights is None else None,
+        load_lacks=lacks,
+        load_inside=inside,
+        load_format=(format_of(resumes) or None) if resumes is not None else None,
         weights=_weights(weights),
         has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
         missing_packages=tuple(name for name in packages if not _has_package(name)),
@@ -61,6 +67,20 @@ def preflight(
 def _weights(given: str | None) -> StoredWeights | None:
     kind, _, folder = (given or "").partition(":")
     return stored_weights(kind, Path(folder)) if folder and Path(folder).is_dir() else None
+
+
+def _lacking(folder: Path) -> tuple[str | None, str | None]:
+    """Returns what a folder lacks to hold a checkpoint, and the folder in it that holds one; None and None if it does.
+
+    Whether a checkpoint is complete is for the ranks to say: they read all of its files.
+    """
+    if holds_checkpoint(folder) or format_of(folder) is not None:
+        return None, None
+    inside = next((str(it) for it in (folder / CHECKPOINTS,) if holds_checkpoint(it)), None)
+    found = "empty" if not any(folder.iterdir()) else "no file of a checkpoint"
+    if checkpoint_name(folder.name):
+        return found, inside
+    return found if found == "empty" else f"neither {TRACKER} nor {LATEST} nor folders iter_… or global_step…", inside
 
 
 def _has_package(name: str) -> bool:

@@ -1,8 +1,6 @@
 """What a node says of a folder of weights to start from (``train.load: FORMAT:DIR``), without torch."""
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,13 +21,15 @@ from tridock.contracts.pretrained import (
     INDEX,
     MEGATRON,
     NAMES,
+    SAVED,
     SINGLE,
+    StateFiles,
     StoredWeights,
     config_folder,
     deepspeed_folder,
     one_model_rank,
-    safetensors_problem,
-    stored_sizes,
+    read_config,
+    shown_sizes,
 )
 from tridock.contracts.safe_pickles import (
     DEEPSPEED_CLASSES,
@@ -39,6 +39,7 @@ from tridock.contracts.safe_pickles import (
     MEGATRON_TODO,
     foreign_class,
 )
+from tridock.contracts.safetensors_files import read_folder
 from tridock.errors import Problem, RequestError
 from tridock.node.probes.torch_files import Shape, is_whole, read_named, read_shapes
 
@@ -83,11 +84,11 @@ def _other_format(folder: Path, kind: str, there: str) -> Problem:
 
 
 def _safetensors(folder: Path) -> StoredWeights:
-    try:
-        index = json.loads((folder / INDEX).read_bytes())
-    except (OSError, ValueError):
-        index = None
-    return StoredWeights(safetensors_problem(folder, index), has_config=True)
+    if not (folder / CONFIG).is_file():
+        raise RequestError(Problem(str(folder), f"holds no {CONFIG}", "", SAVED))
+    config = read_config(folder)
+    shapes = {name: shape for name, (_, shape) in read_folder(folder).items()}
+    return StoredWeights(None, str(folder), shapes, {}, config, str(folder), has_config=True)
 
 
 def _deepspeed(folder: Path) -> StoredWeights:
@@ -95,27 +96,40 @@ def _deepspeed(folder: Path) -> StoredWeights:
     files = one_model_rank(checkpoint)
     require_loadable((*files.models, *files.optimizers), DEEPSPEED_CLASSES, DEEPSPEED_TODO)
     state = read_shapes(files.models[0])
-    has_config = config_folder(folder, checkpoint) is not None
     if files.optimizers:
         _require_ranks(checkpoint, read_shapes(files.optimizers[0]), len(files.optimizers))
-    shapes = _shapes(state, has_module=files.has_module)
+    shapes, aliases = _weights(state, files)
+    if not shapes:
+        raise ValueError("no weights")
     if any(name.startswith(_OF_MEGATRON) for name in shapes):
         raise RequestError(_other_format(folder, DEEPSPEED, MEGATRON))
-    sizes = stored_sizes(shapes, has_config=has_config)
-    # Without ZeRO, nothing tells tied weights from others.
-    return sizes if state.get("param_shapes") else replace(sizes, parameters=None)
+    place = config_folder(folder, checkpoint)
+    config = None if place is None else read_config(place)
+    own = {name: shape for name, shape in shapes.items() if name not in aliases}
+    return StoredWeights(
+        None, str(checkpoint), shapes, aliases, config, str(place or ""), shown_sizes(own), config is not None
+    )
 
 
-def _shapes(state: Mapping[str, Any], *, has_module: bool) -> dict[str, Shape]:
-    """Returns the shapes of a model's weights, those that were frozen too."""
+def _weights(state: Mapping[str, Any], files: StateFiles) -> tuple[dict[str, Shape], dict[str, str]]:
+    """Returns the shapes of a model's weights, those that were frozen too, and the names of weights that are another
+    one, as :class:`tridock.train.checkpoints.deepspeed.DeepSpeedWeights` has them."""
     shapes: dict[str, Shape] = {}
-    others = {*(state.get("buffer_names") or ()), *(state.get("shared_params") or ())}
-    if has_module:
-        module = flat_names(state.get("module") or {}).items()
-        shapes |= {name: found for name, found in module if isinstance(found, Shape) and name not in others}
-    for group in (*(state.get("param_shapes") or ()), state.get("frozen_param_shapes") or {}):
-        shapes |= group
-    return shapes
+    if files.has_module:
+        buffers = state.get("buffer_names") or ()
+        module = flat_names(state["module"]).items()
+        shapes |= {name: found for name, found in module if isinstance(found, Shape) and name not in buffers}
+    of_module = dict(shapes)
+    if files.optimizers and state.get("param_shapes") is not None:
+        for group in (*state["param_shapes"], state.get("frozen_param_shapes") or {}):
+            shapes |= group
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for name, found in of_module.items():
+        if shapes[name] is found and first.setdefault(found.place, name) != name:
+            aliases[name] = first[found.place]
+    aliases |= {name: it for name, it in (state.get("shared_params") or {}).items() if it in shapes}
+    return shapes | {name: shapes[source] for name, source in aliases.items()}, aliases
 
 
 def _megatron(folder: Path) -> StoredWeights:

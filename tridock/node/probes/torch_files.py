@@ -14,7 +14,9 @@ from tridock.errors import Problem, RequestError
 
 
 class Shape(tuple[int, ...]):
-    """The shape of a tensor."""
+    """The shape of a tensor. Tensors with the same ``place``, a storage and an offset, share their elements."""
+
+    place: tuple[str, int] | None = None
 
 
 class Inert:
@@ -85,8 +87,10 @@ def _read_legacy(file: Path) -> tuple[Any, Sequence[str]]:
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 
 
-def _rebuild_tensor(_storage: object, _offset: int, size: Any, *_: Any) -> Shape:
-    return Shape(size)
+def _rebuild_tensor(storage: str, offset: int, size: Any, *_: Any) -> Shape:
+    found = Shape(size)
+    found.place = (storage, offset)
+    return found
 
 
 _KNOWN: Final[dict[tuple[str, str], Callable[..., Any]]] = {
@@ -107,5 +111,6 @@ class _Unpickler(pickle.Unpickler):
         self.named.append(f"{module}.{name}")
         return _KNOWN.get((module, name), Inert)
 
-    def persistent_load(self, _: Any) -> None:
-        return None
+    def persistent_load(self, given: Any) -> str:
+        """Returns the key of a storage; torch's tuple begins with a word and the type."""
+        return str(given[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -139,6 +139,13 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
         elif ":" in (experiment.train.load or ""):
             todo = f"name a folder, or FORMAT:DIR with one of the formats {', '.join(FORMATS)}"
         yield Problem(f"{config}: train.load", "no such folder on the first node", repr(experiment.train.load), todo)
+    elif answer.load_lacks is not None:
+        todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+        nearest: tuple[str, ...] = ()
+        if answer.load_inside is not None:
+            todo, nearest = f"set it to {answer.load_inside}", (answer.load_inside,)
+        got = f"{experiment.train.load}: {answer.load_lacks}"
+        yield Problem(f"{config}: train.load", "holds no checkpoint on the first node", got, todo, nearest)
     if answer.load_format is not None and answer.load_format not in engine_of(experiment).resumes_formats:
         what = f"is a {NAMES[answer.load_format]}, of which engine {experiment.engine} loads the weights only"
         todo = f"set it to {answer.load_format}:{experiment.train.load}"
@@ -170,7 +177,11 @@ def _weights_problems(
     tokens = experiment.model.vocab_size
     if tokens is None and isinstance(manifest, Mapping):
         tokens = manifest.get("vocab_size")
-    for it in weights_problems(experiment, stored, tokens):
+    try:
+        problems: Iterable[Problem] = list(weights_problems(experiment, stored, tokens))
+    except RequestError as error:
+        problems = error.problems
+    for it in problems:
         yield Problem(f"{config}: {it.where}", it.what, it.got, it.todo, it.nearest)
 
 

@@ -19,9 +19,9 @@ from tridock.contracts.pretrained import CONFIG, INDEX, SINGLE
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
 from tridock.errors import Problem, RequestError, RunError, exit_code_of
+from tridock.experiment.families import config_of
 from tridock.experiment.weights import model_parameters
 from tridock.progress import Bars, bars
-from tridock.train.huggingface.families import config_of
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import exported
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts.checkpoints import PROGRESS, newest, saved_in
-from tridock.contracts.pretrained import CONFIG
+from tridock.contracts.pretrained import CONFIG, read_config
 from tridock.contracts.run_folder import CHECKPOINTS, EXPERIMENT
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
+from tridock.experiment.families import model_fields
 from tridock.experiment.model import Model
 from tridock.train.checkpoints.files import damage
 from tridock.train.checkpoints.files import read_manifest as read_manifest_of_files
 from tridock.train.checkpoints.progress import read_progress
 from tridock.train.checkpoints.weights import weights_in
-from tridock.train.huggingface.families import model_fields
-from tridock.train.huggingface.stored import Safetensors, read_config
+from tridock.train.huggingface.stored import Safetensors
 from tridock.train.huggingface.tokenizer import tokenizer_of
 from tridock.train.huggingface.weights import Pretrained, Read
 

@@ -1,20 +1,14 @@
 """Rotary position embeddings (Su et al., 2021), which pair the halves of a head, with Llama 3.1's frequency scaling."""
 
 import math
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from tridock.experiment.model import Model
+from tridock.experiment.model import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_CONTEXT, Model
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, fp32 [sequence, rotary size / 2]."""
-LOW_FREQUENCY: Final = 1.0
-HIGH_FREQUENCY: Final = 4.0
-ORIGINAL_CONTEXT: Final = 8192
-"""Llama 3.1's value: periods above ORIGINAL_CONTEXT / LOW_FREQUENCY tokens are scaled by the whole factor, those below
-ORIGINAL_CONTEXT / HIGH_FREQUENCY tokens are not."""
 
 
 def rotation(model: Model, length: int, device: torch.device) -> Rotation:

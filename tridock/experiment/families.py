@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from tridock.contracts.pretrained import GPT2_LAYERS
 from tridock.errors import Problem, RequestError
-from tridock.experiment.model import Model
-from tridock.train.models.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_CONTEXT
+from tridock.experiment.model import HIGH_FREQUENCY, LOW_FREQUENCY, ORIGINAL_CONTEXT, Model
 
 Config = Mapping[str, Any]
 
@@ -246,7 +245,7 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
         what, todo = "is of an architecture that is not supported", f"use one of {SUPPORTED}"
         raise RequestError(Problem(where, what, str(names[0]), todo))
     if family is GPT2:
-        fields = {
+        fields: dict[str, Any] = {
             "num_layers": config["n_layer"],
             "num_attention_heads": config["n_head"],
             "hidden_size": config["n_embd"],
@@ -255,14 +254,14 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
             "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
             "activation_func": "gelu" if config.get("activation_function") == "gelu" else "gelu_tanh",
         }
-        odd = {
+        odd: dict[str, tuple[Any, ...]] = {
             "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
             "scale_attn_by_inverse_layer_idx": (False,),
         }
     else:
         heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {}
-        scaling = {**(config.get("rope_scaling") or {}), **rope}
+        rope: Config = config.get("rope_parameters") or {}
+        scaling: dict[str, Any] = {**(config.get("rope_scaling") or {}), **rope}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         fields = {
             "num_layers": config["num_hidden_layers"],
@@ -273,7 +272,7 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
             "ffn_hidden_size": config["intermediate_size"],
             "max_position_embeddings": config["max_position_embeddings"],
             "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-            "rotary_base": int(scaling.get("rope_theta", config.get("rope_theta", 10000))),
+            "rotary_base": int(scaling.get("rope_theta") or config.get("rope_theta", 10000)),
             "use_rope_scaling": kind == "llama3",
             "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", family.model_type == "gpt2"),
         }

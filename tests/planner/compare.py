@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.experiments import with_fields
-from tests.planner.programs import planned_as, recomputed_share
+from tests.planner.programs import planned_as, recomputed_share, unfused_seconds
 from tridock.experiment.flops import model_flops_per_token
 from tridock.gpus import GPUS
 from tridock.layout.shape import least_bytes, total_bytes
@@ -98,8 +98,9 @@ def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
     assert plan is not None
     label = f"{plan.layout} mbs {plan.micro_batch_size} gbs {plan.global_batch_size}"
     measured = _seconds(table["unit"], row["measured"], row["gpus"], assessed)
-    repeated = recomputed_share(table.get("program"), assessed.experiment)
-    predicted = cost.estimate.iteration - (1 - repeated) * cost.estimate.recomputed
+    program, experiment = table.get("program"), assessed.experiment
+    predicted = cost.estimate.iteration - (1 - recomputed_share(program, experiment)) * cost.estimate.recomputed
+    predicted += unfused_seconds(program, experiment, plan.accumulation_steps, GPUS[table["gpu"]])
     return Compared(str(row["model"]), label, predicted, measured, cost.tokens, memory_of(table, row, assessed))
 
 

@@ -17,8 +17,19 @@ from tridock.engines.megatron_core.engine import MegatronCore
 from tridock.engines.megatron_lm.engine import MegatronLM
 from tridock.engines.torch.engine import Torch
 from tridock.experiment import Experiment
+from tridock.gpus import Gpu
 from tridock.layout.activations import Sizes, head_inputs, sizes_of
-from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States, Term, layers_of_stage
+from tridock.layout.kernels import MEMORY_SHARE
+from tridock.layout.shape import (
+    FORMAT_BYTES,
+    Device,
+    Parameters,
+    Shape,
+    States,
+    Term,
+    layers_of_stage,
+    recomputed_layers,
+)
 from tridock.layout.traffic import Sent, all_gather, all_reduce
 
 
@@ -33,10 +44,16 @@ class Scaling(MegatronCore):
       (``transformer/model/losses/cross_entropy.py``).
     - A stage keeps its outputs in the pipeline's buffers, the last one the logits
       (``core/nn/parallel_module/parallel_module.py``).
-    - SwiGLU is not fused (``core/nn/mlp.py``).
+    - SwiGLU is not fused (``core/nn/mlp.py``), nor is the rotation of queries and keys (``core/nn/rotary.py``).
+    - Rows with recomputed layers are without the RMSNorm kernel, which failed with recomputation: each norm is eight
+      kernels (``core/nn/norm/rms_norm.py``).
     """
 
     _BUCKET: Final = 500_000_000
+    _ROTATION: Final = (24 - 1, 28 - 2)
+    """Bytes that the kernels of a rotation move for each bf16 number of queries and keys, forward and backward, less
+    those that the planner counts. Counted with a torch dispatch mode on the source's operations; ``_NORM`` too."""
+    _NORM: Final = (26 - 4, 58 - 8)
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
         short, count = FORMAT_BYTES[experiment.precision], weights.total
@@ -67,6 +84,16 @@ class Scaling(MegatronCore):
 
     def summed_bytes(self, experiment: Experiment) -> float:
         return 3.0 * FORMAT_BYTES[experiment.precision]
+
+    def unfused_bytes(self, experiment: Experiment) -> float:
+        """What the slowest stage's norms and rotations move for a micro batch beyond what the planner counts."""
+        model, parallel = experiment.model, experiment.parallel
+        layers = max(layers_of_stage(experiment, stage) for stage in range(parallel.pipeline_model_parallel_size))
+        again, tokens = recomputed_layers(experiment, layers), self.sizes(experiment, "cuda").tokens
+        turned = 2 * model.attention_size / parallel.tensor_model_parallel_size
+        rotations = turned * (layers * sum(self._ROTATION) + again * self._ROTATION[0])
+        norms = 2 * model.hidden_size * again * (sum(self._NORM) + self._NORM[0])
+        return tokens * (rotations + norms)
 
 
 class MegatronDeepSpeedBf16(MegatronLM):
@@ -169,6 +196,16 @@ def recomputed_share(program: str | None, experiment: Experiment) -> float:
     """How much of the recomputation that the planner counts the program does."""
     found = PROGRAMS.get(program or "")
     return found.recomputed_share(experiment) if isinstance(found, Torchtitan) else 1.0
+
+
+def unfused_seconds(program: str | None, experiment: Experiment, micro_batches: int, gpu: Gpu) -> float:
+    """How long the program's kernels take in an iteration where the planner counts fused ones."""
+    found = PROGRAMS.get(program or "")
+    if not isinstance(found, Scaling):
+        return 0.0
+    assert gpu.memory_gb_s is not None
+    slots = micro_batches + experiment.parallel.pipeline_model_parallel_size - 1
+    return slots * found.unfused_bytes(experiment) / (gpu.memory_gb_s * MEMORY_SHARE * 1e9)
 
 
 @contextmanager

@@ -44,16 +44,15 @@ class Scaling(MegatronCore):
       (``transformer/model/losses/cross_entropy.py``).
     - A stage keeps its outputs in the pipeline's buffers, the last one the logits
       (``core/nn/parallel_module/parallel_module.py``).
-    - SwiGLU is not fused (``core/nn/mlp.py``), nor is the rotation of queries and keys (``core/nn/rotary.py``).
+    - SwiGLU is not fused (``core/nn/mlp.py``).
     - Rows with recomputed layers are without the RMSNorm kernel, which failed with recomputation: each norm is eight
       kernels (``core/nn/norm/rms_norm.py``).
     """
 
     _BUCKET: Final = 500_000_000
-    _ROTATION: Final = (24 - 1, 28 - 2)
-    """Bytes that the kernels of a rotation move for each bf16 number of queries and keys, forward and backward, less
-    those that the planner counts. Counted with a torch dispatch mode on the source's operations; ``_NORM`` too."""
     _NORM: Final = (26 - 4, 58 - 8)
+    """Bytes that a norm's kernels move for each bf16 number, forward and backward, less those that the planner counts.
+    Counted with a torch dispatch mode on the source's operations."""
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
         short, count = FORMAT_BYTES[experiment.precision], weights.total
@@ -86,14 +85,11 @@ class Scaling(MegatronCore):
         return 3.0 * FORMAT_BYTES[experiment.precision]
 
     def unfused_bytes(self, experiment: Experiment) -> float:
-        """What the slowest stage's norms and rotations move for a micro batch beyond what the planner counts."""
-        model, parallel = experiment.model, experiment.parallel
-        layers = max(layers_of_stage(experiment, stage) for stage in range(parallel.pipeline_model_parallel_size))
-        again, tokens = recomputed_layers(experiment, layers), self.sizes(experiment, "cuda").tokens
-        turned = 2 * model.attention_size / parallel.tensor_model_parallel_size
-        rotations = turned * (layers * sum(self._ROTATION) + again * self._ROTATION[0])
-        norms = 2 * model.hidden_size * again * (sum(self._NORM) + self._NORM[0])
-        return tokens * (rotations + norms)
+        """What the slowest stage's norms move for a micro batch beyond what the planner counts."""
+        stages = range(experiment.parallel.pipeline_model_parallel_size)
+        again = max(recomputed_layers(experiment, layers_of_stage(experiment, stage)) for stage in stages)
+        numbers = self.sizes(experiment, "cuda").tokens * experiment.model.hidden_size
+        return 2.0 * again * numbers * (sum(self._NORM) + self._NORM[0])
 
 
 class MegatronDeepSpeedBf16(MegatronLM):
@@ -161,9 +157,17 @@ class Megatron2021(MegatronCore):
         return FORMAT_BYTES[experiment.precision] + 8.0
 
 
-class NemoFp8(MegatronCore):
+class MegatronWithKernels(MegatronCore):
+    """Megatron-LM with TransformerEngine's kernel for rotary embeddings (``apply_rope_fusion``, its default)."""
+
+    def fuses_rotation(self, _experiment: Experiment) -> bool:
+        return True
+
+
+class NemoFp8(MegatronWithKernels):
     """NeMo's performance recipes in fp8 (NVIDIA/NeMo, ``scripts/performance/helpers.py``, ``recipes/precision``).
 
+    - The rotation is one kernel (``LlamaConfig.apply_rope_fusion``).
     - Gradients are summed and reduce-scattered in bf16 (``grad_reduce_in_fp32 = False``).
     - Matrices of the layers are in fp8 only, in both layouts, and are gathered in fp8 (``fp8_param_gather``).
     """
@@ -186,6 +190,7 @@ PROGRAMS: Final[Mapping[str, Engine]] = {
     "scaling": Scaling(),
     "megatron-deepspeed, bf16": MegatronDeepSpeedBf16(),
     "megatron-lm, 2021": Megatron2021(),
+    "megatron-lm, transformer engine": MegatronWithKernels(),
     "nemo, fp8": NemoFp8(),
     "torchtitan": Torchtitan(selective=False),
     "torchtitan, selective": Torchtitan(selective=True),

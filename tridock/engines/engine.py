@@ -207,6 +207,10 @@ class Engine(ABC):
         """Returns the share of a layer's kernels that are launched one by one."""
         return 1.0
 
+    def fuses_rotation(self, _experiment: Experiment) -> bool:
+        """Whether rotary embeddings are one kernel."""
+        return False
+
     def gpu_terms(self, _experiment: Experiment, _shape: Shape) -> list[Term]:
         """Returns memory that a rank has from step to step only on GPUs that support it."""
         return []

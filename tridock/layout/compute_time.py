@@ -4,7 +4,7 @@ kernels between them, and recomputation. Pure.
 Between the products a layer reads and writes the residual stream and the tensors inside attention and MLP: two norms
 (read, written), two additions of the residual with their dropout (two read, one written), the activation function and
 the changes to queries and keys. Each tensor that these keep is written or read a second time. The backward pass takes
-twice as long.
+twice as long. Rotary embeddings are many kernels, unless the engine fuses them.
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +23,13 @@ _SCORE_PASSES: Final = 8
 _QUANTIZED_BYTES: Final = 6
 """Bytes moved for each element that is quantized to fp8: read for its maximum (2), read again (2), written in both
 layouts (1 and 1)."""
+_ROTATION: Final = (14, 16)
+"""Bytes that the kernels of a rotation move for each rotated number of two bytes, forward and backward: four products
+of halves (8), a sum and a difference (6); backward also the negation of a half (2)."""
+_JOINED: Final = (4 - 1, 4 - 2)
+"""Bytes that joining the halves moves, less what the tensors inside attention count for the rotated copies."""
+_CAST: Final = 3
+"""Autocast reads a weight in four bytes and writes its copy in two; backward it does the same with the gradient."""
 _LOSS_BYTES: Final = 28
 """Bytes moved for each logit, forward and backward: to fp32 and back (6 and 6), softmax (8), its gradient (8)."""
 
@@ -74,12 +81,14 @@ def stage_time(
     summed_bytes: float,
     attention: Attention = "fused",
     kernels: float = 1.0,
+    fuses_rotation: bool = False,
 ) -> StageTime:
     """Returns the time of one micro batch. ``rows``: of the token table, over all tensor parallel ranks.
     ``summed_bytes``: bytes read and written of a weight for each micro batch, as its gradient is accumulated.
     ``kernels``: share of a layer's kernels that remains when the layer is compiled."""
     layers = layers_of_stage(experiment, stage)
-    forward, backward, column = _layer(experiment, device, sizes, attention, kernels)
+    moved = between_bytes(experiment, sizes, fuses_rotation=fuses_rotation)
+    forward, backward, column = _layer(experiment, device, sizes, attention, kernels, moved)
     again = recomputed_layers(experiment, layers) * forward.total(device)
     if experiment.model.recompute_granularity == "selective":
         again = layers * forward.attention
@@ -102,7 +111,12 @@ def stage_time(
 
 
 def _layer(
-    experiment: Experiment, device: Device, sizes: Sizes, attention: Attention, kernels: float
+    experiment: Experiment,
+    device: Device,
+    sizes: Sizes,
+    attention: Attention,
+    kernels: float,
+    moved: tuple[float, float],
 ) -> tuple[_Pass, _Pass, float]:
     """Returns the forward pass, the backward pass, and the part of the latter that can hide the exchange of gradients
     between tensor parallel ranks: weight-gradient products of the column-parallel matrices."""
@@ -135,10 +149,10 @@ def _layer(
         mixed = _unfused(experiment, device, size, heads)
     else:
         mixed = attention_seconds(device, model.seq_length, heads, model.head_size, samples)
-    between = 0.0 if device.flat else pass_seconds(device, _between_bytes(sizes))
+    between = (0.0, 0.0) if device.flat else (pass_seconds(device, moved[0]), pass_seconds(device, moved[1]))
     return (
-        _Pass(one_way, mixed[0], between + quantized[0], round(_FORWARD_KERNELS * kernels)),
-        _Pass(inputs + sum(gradients), mixed[1], 2 * between + quantized[1], round(_BACKWARD_KERNELS * kernels)),
+        _Pass(one_way, mixed[0], between[0] + quantized[0], round(_FORWARD_KERNELS * kernels)),
+        _Pass(inputs + sum(gradients), mixed[1], between[1] + quantized[1], round(_BACKWARD_KERNELS * kernels)),
         gradients[0] + (gradients[2] if model.num_moe_experts is None else 0.0),
     )
 
@@ -155,9 +169,18 @@ def expert_matrices(experiment: Experiment, tokens: int) -> list[tuple[int, int,
     return [(rows, ffn * (2 if model.swiglu else 1), model.hidden_size), (rows, model.hidden_size, ffn)] * count
 
 
-def _between_bytes(sizes: Sizes) -> float:
-    """Returns the bytes read and written between the products of a layer's forward pass."""
-    return 10 * sizes.residual + 4 * sizes.dropout + sizes.mlp + sizes.inner / 2 + sizes.casts
+def between_bytes(experiment: Experiment, sizes: Sizes, *, fuses_rotation: bool) -> tuple[float, float]:
+    """Returns the bytes read and written between the products of a layer, forward and backward."""
+    model = experiment.model
+    fused = 8 * sizes.residual + 2 * sizes.between + 4 * sizes.dropout + sizes.mlp + sizes.inner / 2
+    if sizes.casts:
+        fused += 2 * (sizes.residual + sizes.between)  # the norms' outputs
+    casts, rotation = _CAST * sizes.casts, (0.0, 0.0)
+    if model.position_embedding_type == "rope" and not fuses_rotation:
+        heads = (model.attention_size + model.key_size) / experiment.parallel.tensor_model_parallel_size
+        numbers, share = sizes.tokens * heads * sizes.short / 2, model.rotary_size / model.head_size
+        rotation = (numbers * (_ROTATION[0] * share + _JOINED[0]), numbers * (_ROTATION[1] * share + _JOINED[1]))
+    return fused + casts + rotation[0], 2 * fused + casts + rotation[1]
 
 
 def _unfused(experiment: Experiment, device: Device, size: int, heads: float) -> tuple[float, float]:

@@ -232,5 +232,6 @@ def _stage_times(experiment: Experiment, rates: Rates, device: Device) -> dict[t
                 summed_bytes=engine.summed_bytes(experiment),
                 attention=rates.attention,
                 kernels=engine.kernels(experiment),
+                fuses_rotation=engine.fuses_rotation(experiment),
             )
     return found

@@ -15,12 +15,12 @@ KNOWN = {
 }
 """Tables whose median error is above the limit."""
 DISORDERED = {
-    ("hagemann-2023", "13B on 64"): (0.80, 0.25),
-    ("hagemann-2023", "13B on 32"): (0.45, 0.11),
-    ("hagemann-2023", "30B on 256"): (0.90, 0.06),
+    ("hagemann-2023", "13B on 32"): (0.55, 0.0),
+    ("hagemann-2023", "30B on 256"): (0.80, 0.06),
 }
-"""Models whose layouts come in the wrong order: the least correlation, and how much slower the first choice is. The
-program's time grows with the micro-batch in a pipeline that recomputes, for which no cause was found in its source."""
+"""Models whose layouts come in the wrong order: the least correlation, and how much slower the first choice is. 13B's
+time grows with the micro-batch in two stages, for which no cause was found in its source; on 256 GPUs an iteration
+takes 2 to 9 s more, the more weights a GPU has, than the same layouts on 64 explain."""
 LIMIT = 0.155
 
 
@@ -40,7 +40,7 @@ def test_the_median_error_of_what_no_constant_was_set_with() -> None:
     rows = [row for name in HELD_OUT for row in rows_of(name)]
     assert len(rows) > 250
     assert median_error(rows) <= 0.11
-    assert abs(statistics.median(row.error for row in rows)) <= 0.09
+    assert abs(statistics.median(row.error for row in rows)) <= 0.10
 
 
 def test_the_order_of_layouts_and_the_first_choice() -> None:

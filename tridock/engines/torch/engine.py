@@ -168,6 +168,9 @@ class Torch(Engine):
         """Compiled layers have few kernels besides their products and attention."""
         return 0.5 if experiment.train.compile else 1.0
 
+    def fuses_rotation(self, experiment: Experiment) -> bool:
+        return experiment.train.compile
+
     def state_choices(self, experiment: Experiment, stages: int) -> Iterator[Choice]:
         if experiment.parallel.strategy != "fsdp":
             yield from super().state_choices(experiment, stages)

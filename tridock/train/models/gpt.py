@@ -106,8 +106,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         batch, sequence, _ = x.shape
         # [batch, sequence, groups * (queries + 2) * head size] -> three of [batch, sequence, heads, head size]
-        split = self.query_key_value(x).view(batch, sequence, -1, self.queries + 2, self.head_size)
-        query, key, value = split[:, :, :, :-2].flatten(2, 3), split[:, :, :, -2], split[:, :, :, -1]
+        groups = self.query_key_value(x).view(batch, sequence, -1, self.queries + 2, self.head_size)
+        query, key, value = (part.flatten(2, 3) for part in groups.split((self.queries, 1, 1), 3))
         if self.has_norms:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotation is not None:

@@ -31,5 +31,5 @@ def rotated(x: Tensor, by: Rotation) -> Tensor:
     """Returns queries or keys, ``x`` [batch, sequence, heads, head size], each rotated by its position."""
     cosines, sines = (it.to(x.dtype).unsqueeze(1) for it in by)
     half = cosines.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), -1)

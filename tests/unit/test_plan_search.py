@@ -373,3 +373,28 @@ def test_states_go_to_the_host_only_where_nothing_fits_without(
     text = capsys.readouterr().out
     assert "ZeRO-3 op" in text
     assert "nothing fits without offloading to the host: o, optimizer states; op, weights too" in text
+
+
+@pytest.mark.full
+def test_a_search_of_gpt_3_on_512_h100(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Megatron-LM trains 175B with TP8 PP8 there (README of NVIDIA/Megatron-LM). The network is not given."""
+    fields = {
+        "engine": "megatron-core",
+        "precision": "bf16",
+        "model": {"preset": "gpt3-175b", "seq_length": 2048},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 1536},
+        "parallel": {"use_distributed_optimizer": True, "tensor_model_parallel_size": 8, "sequence_parallel": True},
+    }
+    write(tmp_path / "e.yaml", fields)
+    options = ("--nodes", "64", "--gpus-per-node", "8", "--gpu", "h100", "--search")
+    plan = document(capsys, str(tmp_path / "e.yaml"), *options)
+    assert plan["network"] == "assumed: 8 x 400 Gbit/s, as DGX H100"
+    fits = [one for one in plan["found"] if one["verdict"] == "fits"]
+    known = next(one for one in fits if _split(one) == (8, 8))
+    assert fits.index(known) < 5
+    assert known["seconds"] < 1.02 * fits[0]["seconds"]
+
+
+def _split(found: dict[str, Any]) -> tuple[int, int]:
+    fields = found["fields"]
+    return fields["parallel.tensor_model_parallel_size"], fields["parallel.pipeline_model_parallel_size"]

@@ -69,7 +69,7 @@ def _made(rule: Rule, facts: Facts, match: re.Match[str] | None, where: str) -> 
     cause = _filled(rule.cause, known).rstrip(": ")
     notes = [facts.planned] if rule.memory and facts.planned else []
     notes += [facts.stuck] if rule.waits and facts.stuck else []
-    notes += [f"the kernel said: {printable(facts.kernel[-1])}"] if rule.memory and facts.kernel else []
+    notes += [f"the kernel logged: {printable(facts.kernel[-1])}"] if rule.memory and facts.kernel else []
     return Diagnosis(rule.name, "; ".join([cause, *notes]), _filled(rule.remedy, known), line)
 
 

@@ -197,7 +197,7 @@ def test_the_planners_numbers_are_those_of_the_ranks_stage() -> None:
         "  error    MemoryError()\n"
         "  steps    3: 0.0000, 4: -1.0000, 5: -2.0000, 6: -3.0000, 7: not finite\n"
         "  cause    b ran out of memory; the plan expects 6.0 MiB for a rank of stage 1 (weights 5.0 MiB); "
-        "the kernel said: Out of memory\n"
+        "the kernel logged: Out of memory\n"
         "  remedy   give the container or the host more memory, start fewer ranks there, or lower "
         "batch.micro_batch_size\n"
         "  rule     host-out-of-memory (docs/triage.md)"

@@ -1,7 +1,7 @@
 """``tridock.node vote``: a node's voice in who supervises a run (``tridock.contracts.vote``), kept on its own disk.
 
 ``.vote-NODE`` in the run's folder holds the vote; it is on the disk before the answer leaves. A renewal only touches
-``.vote-NODE.time``, with the boot and the time since: a voter that has restarted, or cannot read it, counts anew.
+``.vote-NODE.time``, with the boot and the time since: a voter that has restarted, or cannot read it, starts over.
 """
 
 import fcntl

@@ -61,14 +61,14 @@ class AttachedCommand:
         self._thread.join(_END_S)
 
     def _run(self) -> None:
-        said, lines = bytearray(), 0
+        received, lines = bytearray(), 0
 
         def on_output(output: bytes) -> None:
             nonlocal lines
-            said.extend(output)
-            while b"\n" in said:
-                line, _, rest = bytes(said).partition(b"\n")
-                said[:] = rest
+            received.extend(output)
+            while b"\n" in received:
+                line, _, rest = bytes(received).partition(b"\n")
+                received[:] = rest
                 lines += 1
                 self._lines.put(line.decode(errors="replace"))
 

@@ -39,7 +39,7 @@ def test_the_manifest_has_the_bases_torch_and_cuda(containers: Containers) -> No
     manifest = json.loads(containers.run("cat", "/opt/tridock/manifest.json").stdout)
     expected = {
         "flavor": "gpu", "base_image": BASE, "torch": "2.11.0+cu130", "cuda": "13.0", "numpy": "1.26.4",
-        "deepspeed_ops": ["cpu_adam", "fused_adam"], "megatron_v1_1_5": None,
+        "deepspeed_ops": ["async_io", "cpu_adam", "fused_adam", "pin_memory"], "megatron_v1_1_5": None,
     }  # fmt: skip
     assert {name: manifest[name] for name in expected} == expected
     assert {"sm_80", "sm_90", "sm_120"} <= set(manifest["torch_architectures"])

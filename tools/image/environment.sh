@@ -54,6 +54,8 @@ install_deepspeed() {
     elif command -v nvcc >/dev/null; then
         # For every GPU generation in TORCH_CUDA_ARCH_LIST, which NVIDIA's images set.
         export DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1
+        # async_io is linked with the driver's library, which a build has no driver for; the toolkit has a stub of it.
+        export LIBRARY_PATH=${CUDA_HOME:-/usr/local/cuda}/lib64/stubs:${LIBRARY_PATH:-}
     fi
     "$TOOLS/python/install-deepspeed.sh" "$PYTHON" || {
         # Its links to CUDA differ between base images. A run with states on NVMe is refused where the op is missing.

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._composable.fsdp
+import torch.distributed.fsdp
+import torch.distributed.pipelining  # which takes names that a test hides
 
 from tridock.train.compiler import compiler_problems
 
@@ -52,14 +55,17 @@ def test_on_a_gpu_triton_needs_a_c_compiler(tmp_path: Path) -> None:
     assert list(compiler_problems("cuda", {"PATH": str(tmp_path)}, tmp_path)) == []
 
 
-def test_the_model_imports_with_the_older_torch_of_base_image_24_12(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.6 has no ``reason``. `make test-torch` runs the tests with that version itself."""
+def test_engine_torch_imports_with_the_older_torch_of_base_image_24_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its "2.6.0a0" is of October 2024. `make test-torch TORCH=2.5.1` runs the tests with such a version itself."""
 
     def disable(fn: Callable[..., Any] | None = None, recursive: bool = True) -> Any:
         return fn or (lambda wrapped: wrapped)
 
     monkeypatch.setattr(torch.compiler, "disable", disable)
-    spec = importlib.util.find_spec("tridock.train.models.gpt")
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    for name in ("fully_shard", "MixedPrecisionPolicy"):
+        monkeypatch.delattr(torch.distributed.fsdp, name, raising=False)
+    for module in ("models.gpt", "parallel.mesh_strategy"):
+        spec = importlib.util.find_spec(f"tridock.train.{module}")
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -78,3 +78,24 @@ def test_the_cpu_is_chosen_by_an_explicit_word_or_where_there_is_no_gpu(
     nvidia_smi(without_cuda, "echo 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert choose_device(0) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("version", "enabled"), [("2.6.0a0+df5bbc09d1.nv24.12", False), ("2.6.0+cu126", True)])
+def test_the_attention_of_base_image_24_12_is_not_cudnns(
+    monkeypatch: pytest.MonkeyPatch, version: str, enabled: bool
+) -> None:
+    """There cuDNN's comes first on an H100, and its gradients are wrong."""
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        assert choose_device(0) == torch.device("cuda", 0)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
+        assert torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

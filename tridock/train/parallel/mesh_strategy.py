@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -29,6 +28,11 @@ from tridock.train.parallel.strategies import DTYPES, Batch, Step, at, inputs_an
 from tridock.train.parallel.update import clip_and_step
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks
+
+try:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+except ImportError:  # before torch 2.6; the 2.6.0a0 of base image 24.12 is two months older than 2.6
+    from torch.distributed._composable.fsdp import MixedPrecisionPolicy, fully_shard
 
 _TIED: Final = "token_embedding.weight"
 

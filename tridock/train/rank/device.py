@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import torch
+from torch.torch_version import TorchVersion
 
 from tridock.contracts.devices import MIG, VISIBLE, listed_devices
 from tridock.errors import Problem, RunError
@@ -19,6 +20,7 @@ def choose_device(local_rank: int) -> torch.device:
     index = 0 if os.environ.get(VISIBLE, "").startswith(MIG) else local_rank
     if accelerator != "cpu" and torch.cuda.is_available() and index < torch.cuda.device_count():
         torch.cuda.set_device(index)
+        avoid_wrong_gradients()
         return torch.device("cuda", index)
     if accelerator == "cuda" or (accelerator != "cpu" and _driver_lists_gpus()):
         todo = (
@@ -33,6 +35,15 @@ def choose_device(local_rank: int) -> torch.device:
 def set_tf32(enabled: bool) -> None:
     """Switches TF32 on or off for matrix products and convolutions. It is on in NVIDIA's images, off in torch."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = enabled
+
+
+def avoid_wrong_gradients() -> None:
+    """Switches cuDNN's attention off before torch 2.6, which includes the ``2.6.0a0`` of base image 24.12.
+
+    On an H100 it came first there, and its gradients are wrong or not finite (pytorch/pytorch#138354 and #138522).
+    """
+    if TorchVersion(torch.__version__) < "2.6":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _reason() -> str:

@@ -8,5 +8,9 @@ cd "$(dirname "$0")/.."
 readonly VERSION=$1 VENV=.cache/torch-$1
 shift
 [[ -x $VENV/bin/pip ]] || .venv/bin/python -m venv "$VENV"
-"$VENV/bin/pip" install --quiet "torch==$VERSION" numpy pydantic pyyaml safetensors tensorboard pytest pytest-timeout hypothesis
+pip=("$VENV/bin/pip" install --quiet --disable-pip-version-check)
+"${pip[@]}" "torch==$VERSION" numpy pydantic pyyaml safetensors tensorboard pytest pytest-timeout hypothesis \
+    setuptools wheel ninja einops hjson msgpack psutil py-cpuinfo tqdm
+"${pip[@]}" --no-deps "$(sed -n 's/^\(megatron-core==[^ ]*\).*/\1/p' locks/train-gpu.txt)"
+"$VENV/bin/python" -c 'import deepspeed' >/dev/null 2>&1 || tools/python/install-deepspeed.sh "$VENV/bin/python"
 "$VENV/bin/python" -m pytest tests/unit/train "$@"

@@ -108,7 +108,8 @@ def train(source: Path, workspace: Path, experiment: Experiment, world_size: int
     recorder.metrics.close()
     if experiment.parallel.strategy == "ddp":
         per_update = experiment.batch.micro_batch_size * replicas
-        assert [per_update] * len(updates) == [experiment.batch.global_batch_size], "updates on less than the batch"
+        wanted = [experiment.batch.global_batch_size] * (experiment.train.train_iters or 0)
+        assert [per_update] * len(updates) == wanted, "updates on less than the batch"
     return _packed(sent)
 
 
@@ -146,14 +147,18 @@ def _stage_alone(messages: list[torch.Tensor]) -> list[torch.Tensor]:
     return sent
 
 
+def write_vocabulary(workspace: Path) -> None:
+    (workspace / "runs").mkdir()
+    (workspace / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(TOKENS)}))
+    (workspace / "merges.txt").write_text("#version: 0.2\n")
+
+
 def main() -> None:
     source, file = Path(sys.argv[1]), answers()
     prepare(source)
     with tempfile.TemporaryDirectory() as name:
         workspace = Path(name)
-        (workspace / "runs").mkdir()
-        (workspace / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(TOKENS)}))
-        (workspace / "merges.txt").write_text("#version: 0.2\n")
+        write_vocabulary(workspace)
         for experiment, world_size in cases():
             print(json.dumps(outcome(source, workspace, experiment, world_size)), file=file, flush=True)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.legality import case
 from tests.distributed.ranks import ask
+from tests.megatron_source import patched_source
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", exc_type=ImportError)
@@ -19,11 +21,16 @@ TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 BATCH = {"micro_batch_size": 1, "global_batch_size": 2}
 
 
-def waits(engine: str, cases: list[tuple[int, dict[str, Any], str]]) -> list[Any]:
+SAVES = {"train_iters": 3, "log_interval": 100, "save": True, "save_interval": 100, "tensorboard": True}
+
+
+def waits(engine: str, cases: list[tuple[int, dict[str, Any], str]], *program: str, **others: Any) -> list[Any]:
     model = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    made = [case(engine, world, model, parallel, precision=kind, batch=BATCH) for world, parallel, kind in cases]
+    made = [
+        case(engine, world, model, parallel, precision=kind, batch=BATCH, **others) for world, parallel, kind in cases
+    ]
     imports = "megatron-core" if engine == "megatron-core" else "deepspeed"
-    return [json.loads(line) for line in ask(("waits",), imports, made)]
+    return [json.loads(line) for line in ask(program or ("waits",), imports, made)]
 
 
 def test_engine_torch() -> None:
@@ -44,3 +51,15 @@ def test_megatron_core() -> None:
     pytest.importorskip("megatron.core")
     layouts: list[dict[str, Any]] = [{TP: 2}, {PP: 2}, {"use_distributed_optimizer": True}]
     assert waits("megatron-core", [(2, parallel, "bf16") for parallel in layouts]) == [{}] * 3
+
+
+def test_megatron_v115(tmp_path: Path) -> None:
+    """Its program in an iteration without a log line, checkpoints on."""
+    source = str(patched_source(tmp_path / "source"))
+    layouts: list[Any] = [(2, {"strategy": "ddp"}, "fp32"), (2, {"strategy": "zero"}, "fp32")]
+    layouts += [(2, {"strategy": "zero", "zero_stage": stage}, "fp16") for stage in (1, 2)]
+    ddp, *zero = waits("megatron-deepspeed", layouts, "waits_v115", source, train=SAVES)
+    # The flag was copied to the host before; its vocabulary parallel loss sets masked elements to zero.
+    every = {"_local_scalar_dense process_group.py:<lambda>": 1, "lift_fresh cross_entropy.py:forward": 2}
+    assert ddp == every | {"synchronize": 1}  # upstream's, after its all-reduce of the gradients
+    assert zero == [every] * 3

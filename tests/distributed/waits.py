@@ -38,16 +38,19 @@ WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh")
 
 
 class Waits(TorchDispatchMode):
-    """Counts Tridock's own calls, by the function that makes them."""
+    """Counts the calls of the packages named, as a rule of Tridock alone, by the function that makes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: tuple[str, ...] = OWNERS[:1]) -> None:
         super().__init__()
+        self.counted = counted
         self.places: Counter[str] = Counter()
+        self.open = True
+        """Whether it counts what no operation of a tensor is."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in WAITS:
             last = [it for it in traceback.extract_stack() if any(one in it.filename for one in OWNERS)][-1]
-            if OWNERS[0] in last.filename:
+            if any(one in last.filename for one in self.counted):
                 self.places[f"{func._schema.name.removeprefix('aten::')} {Path(last.filename).name}:{last.name}"] += 1
         return func(*args, **(kwargs or {}))
 

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from collections import deque
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,12 @@ def adapt(device_type: str) -> list[str]:
     adapted.append("megatron.fused_kernels: off; upstream's do not compile since torch 1.11")
     _fused_attention()
     adapted.append("attention: torch's scaled_dot_product_attention, which keeps no scores")
-    if device_type != "cuda":
+    if device_type == "cuda":
+        time_by_events()
+        exchange_sizes_once()
+        clip_on_the_device()
+        adapted.append("megatron.timers: events in the stream; upstream's wait for the GPU at each start and stop")
+    else:
         random: Any = importlib.import_module("megatron.mpu.random")
         random._set_cuda_rng_state = lambda state, *_: torch.set_rng_state(state)
         initialize = training.initialize_megatron
@@ -85,6 +91,96 @@ def _fused_attention() -> None:
         return self.dense(context.permute(2, 0, 1, 3).reshape(sequence, batch, heads * size))
 
     layer.forward = forward
+
+
+def time_by_events() -> None:
+    """Measures upstream's phases between two events in the GPU's stream, which are read where a line is logged.
+
+    Its own timers wait for the GPU whenever they start and stop, a dozen times a micro-batch.
+    """
+    variables: Any = importlib.import_module("megatron.global_vars")
+    timer: Any = variables._Timer
+
+    class EventTimer(timer):  # type: ignore[misc]
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self._began: Any = None
+            self._pairs: deque[tuple[Any, Any]] = deque()
+
+        def start(self) -> None:
+            assert not self.started_, "timer has already been started"
+            self._began, self.started_ = _event(), True
+
+        def stop(self) -> None:
+            assert self.started_, "timer is not started"
+            self._pairs.append((self._began, _event()))
+            self.started_ = False
+            while self._pairs and self._pairs[0][1].query():  # reached: read without waiting
+                self._read()
+
+        def reset(self) -> None:
+            super().reset()
+            self._pairs.clear()
+
+        def elapsed(self, reset: bool = True) -> float:
+            running = self.started_
+            if running:
+                self.stop()
+            while self._pairs:
+                self._pairs[0][1].synchronize()
+                self._read()
+            seconds: float = super().elapsed(reset)
+            if running:
+                self.start()
+            return seconds
+
+        def _read(self) -> None:
+            began, ended = self._pairs.popleft()
+            self.elapsed_ += began.elapsed_time(ended) / 1000
+
+    variables._Timer = EventTimer
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def exchange_sizes_once() -> None:
+    """Keeps the shape of a micro-batch, which upstream sends to the GPU and reads back at every one; all are alike."""
+    data: Any = importlib.import_module("megatron.mpu.data")
+    build = data._build_key_size_numel_dictionaries
+    known: dict[tuple[str, ...], Any] = {}
+
+    def sizes(keys: list[str], given: Any) -> Any:
+        if tuple(keys) not in known:
+            known[tuple(keys)] = build(keys, given)
+        return known[tuple(keys)]
+
+    data._build_key_size_numel_dictionaries = sizes
+
+
+def clip_on_the_device() -> None:
+    """Clips gradients without a read: upstream's own data parallelism reads each weight's norm on the host."""
+    mpu: Any = importlib.import_module("megatron.mpu")
+    fp16: Any = importlib.import_module("megatron.fp16.fp16")
+    upstream = mpu.clip_grad_norm
+
+    def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        found = [it for it in parameters if it.grad is not None]
+        if norm_type != 2 or not found:
+            return upstream(found, max_norm, norm_type)
+        first = mpu.get_model_parallel_rank() == 0  # which counts the weights that all ranks hold
+        counted = [it.grad for it in found if it.model_parallel or first]
+        zero = torch.zeros((), dtype=torch.float64, device=found[0].grad.device)
+        square = torch.stack([zero, *torch._foreach_norm(counted)]).square().sum()
+        torch.distributed.all_reduce(square, group=mpu.get_model_parallel_group())
+        norm = square.sqrt()
+        torch._foreach_mul_([it.grad for it in found], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    mpu.clip_grad_norm = fp16.clip_grad_norm = clip_grad_norm
 
 
 def _without_drawing(training: Any) -> Any:

@@ -54,7 +54,7 @@ class Recorder:
         self._lr = 0.0
         self._model: Any = None
         self._optimizers: tuple[Any, ...] = ()
-        self._leaves = False
+        self._leaves, self._is_logged = False, True
         self._loss: float | None = None
         self._saved, self._began_at = -1, 0
         self._logged_at, self._logged_iteration = time.monotonic(), 0
@@ -126,15 +126,21 @@ class Recorder:
         self.iteration = iteration
         heartbeat.beat(heartbeat.TRAIN, iteration)
         self.saver.check()
-        if iteration in (1, train.train_iters) or iteration % train.log_interval == 0:
+        self._is_logged = iteration in (1, train.train_iters) or iteration % train.log_interval == 0
+        if self._is_logged:
             self._log(float(losses["lm loss"]), scale)
         reported = self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
+        self._is_logged = True
         self.profiling.after(iteration)
         if train.save and signals.save_requested(self._any_rank):
             self._leaves = True
             self.save_checkpoint(iteration, self._model, *self._optimizers)
             raise signals.Preempted(iteration)
         return reported
+
+    def get_tensorboard_writer(self) -> Any:
+        """Returns upstream's writer, or None between lines: it reads the loss from the GPU at every iteration."""
+        return self._original["get_tensorboard_writer"]() if self._is_logged else None
 
     def _log(self, loss: float, scale: float | None) -> None:
         iteration, samples = self.iteration, self.experiment.batch.global_batch_size or 0
@@ -297,6 +303,7 @@ HOOKED = (
     "train_step",
     "backward_step",
     "training_log",
+    "get_tensorboard_writer",
     "evaluate",
     "evaluate_and_print_results",
     "save_checkpoint",

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import IO, Any, Final
 
 import torch
+from torch.torch_version import TorchVersion
 
 from tridock.contracts.safe_pickles import ARRAYS, ENUMS, FOREIGN, LOSS_SCALERS
 from tridock.errors import Problem, RequestError
@@ -41,8 +42,24 @@ def safe_torch_load(more: Sequence[Any] = (), mmap: bool = False) -> Iterator[No
         return load(*given, **{**named, "weights_only": True, **({"mmap": True} if mmap else {})})
 
     known = [DynamicLossScaler, StaticLossScaler, ZeroStageEnum, fragment_address, (_member, "builtins.getattr")]
-    with torch.serialization.safe_globals([*known, *more]), replaced(torch, "load", strict):
+    with torch.serialization.safe_globals([_named(it) for it in (*known, *more)]), replaced(torch, "load", strict):
         yield
+
+
+def _named(allowed: Any) -> Any:
+    """Returns what torch allows by its name; before torch 2.6 that is its own name, not the second of a pair."""
+    if not isinstance(allowed, tuple) or TorchVersion(torch.__version__) >= "2.6":
+        return allowed
+    found, path = allowed
+    module, _, name = path.rpartition(".")
+    if isinstance(found, type):
+        return type(name, (found,), {"__module__": module})
+
+    def alias(*given: Any) -> Any:
+        return found(*given)
+
+    alias.__module__, alias.__name__, alias.__qualname__ = module, name, name
+    return alias
 
 
 _FOREIGN: Final = re.compile(r"GLOBAL (\S+)|Unsupported (?:class|operand) (\S+)")

@@ -13,4 +13,5 @@ pip=("$VENV/bin/pip" install --quiet --disable-pip-version-check)
     setuptools wheel ninja einops hjson msgpack psutil py-cpuinfo tqdm
 "${pip[@]}" --no-deps "$(sed -n 's/^\(megatron-core==[^ ]*\).*/\1/p' locks/train-gpu.txt)"
 "$VENV/bin/python" -c 'import deepspeed' >/dev/null 2>&1 || tools/python/install-deepspeed.sh "$VENV/bin/python"
-"$VENV/bin/python" -m pytest tests/unit/train "$@"
+# One thread: processes are forked, and OpenMP waits for ever for threads that a fork has not.
+OMP_NUM_THREADS=1 "$VENV/bin/python" -m pytest tests/unit/train "$@"

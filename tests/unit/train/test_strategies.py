@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.train.experiments import experiment
-from tridock.errors import RequestError
+from tridock.errors import RequestError, RunError
 from tridock.train.models.gpt import GPT, Shape
+from tridock.train.parallel import pipeline
 from tridock.train.parallel.strategies import build_strategy
 from tridock.train.rank.process_group import Ranks, join, leave
 
@@ -51,4 +53,21 @@ def test_a_broken_deepspeed_config(alone: Ranks, tmp_path: Path) -> None:
         f"{tmp_path}/ds_config.json: cannot be read; strategy zero needs it; "
         "got Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "
         "start the run with `tridock launch` or `tridock train`, which write it"
+    )
+
+
+def test_a_pipeline_is_refused_by_a_torch_whose_stages_want_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of torch 2.5 do, and perhaps of base image 24.12."""
+
+    def stage(submodule: Any, stage_index: int, num_stages: int, device: Any, input_args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(pipeline, "PipelineStage", stage)
+    parallel = experiment(**{"parallel.pipeline_model_parallel_size": 2}).parallel
+    given: Any = ([], parallel, None, torch.device("cpu"), None, 2, None)
+    with pytest.raises(RunError) as caught:
+        pipeline.Pipeline(*given)
+    assert str(caught.value) == (
+        "parallel.pipeline_model_parallel_size: this torch is too old for pipelines of engine torch, which need 2.6; "
+        f"got {torch.__version__}; use engine megatron-core, no pipeline, or an image on a newer base (docs/gpus.md)"
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from tridock.errors import Problem, RunError
 from tridock.experiment.schema import Parallel
 from tridock.train.rank.phases import BACKWARD, FORWARD, Phases
 
@@ -29,6 +30,15 @@ def stages_of_rank(parallel: Parallel, place: int) -> list[int]:
     return [place + ranks * turn for turn in range(parallel.virtual_pipeline_model_parallel_size)]
 
 
+def _check_torch() -> None:
+    """Raises :class:`RunError` if torch's stages do not tell each other their shapes, as before torch 2.6."""
+    if inspect.signature(PipelineStage).parameters["input_args"].default is not inspect.Parameter.empty:
+        return
+    todo = "use engine megatron-core, no pipeline, or an image on a newer base (docs/gpus.md)"
+    what = "this torch is too old for pipelines of engine torch, which need 2.6"
+    raise RunError(Problem("parallel.pipeline_model_parallel_size", what, torch.__version__, todo))
+
+
 class Pipeline:
     """This rank's stages and their schedule."""
 
@@ -42,6 +52,7 @@ class Pipeline:
         steps: int,
         phases: Phases,
     ) -> None:
+        _check_torch()
         count = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
         group, numbers = mesh.get_group(), stages_of_rank(parallel, mesh.get_local_rank())
         stages = [

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tridock.data.dataset.indexed_dataset import token_dtype
+from tridock.data.tokenize.long_words import LongWords
 from tridock.data.tokenize.memory import resident, trim
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer, read_vocabulary
 from tridock.errors import Problem, RequestError, RunError
@@ -123,10 +124,11 @@ class Reference:
         self.end_of_document = tokenizer.end_of_text
         self.accepts_special = tokenizer.accepts_special
         self._cuts = can_be_cut(description, self.accepts_special)
+        self._long_words = long_words_of(description, self.accepts_special)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         if self._cuts and any(len(text) > LONG_TEXT for text in texts):
-            return [in_pieces(text, self._encode, self.vocab_size) for text in texts]
+            return [in_pieces(text, self._encode, self.vocab_size, self._long_words) for text in texts]
         return [np.array(ids, np.uint32) for ids in self.tokenizer.encode_batch(texts)]
 
     def ids_of(self, text: str) -> list[int]:
@@ -161,6 +163,7 @@ class Fast:
         self._tokens: dict[str, int] = {token["content"]: token["id"] for token in added}
         longest_first = sorted(self._tokens, key=len, reverse=True)
         self._token = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self._long_words = LongWords.of(description["model"])  # parts of texts have no added tokens
         self._normalized: Callable[[str], str] | None = _nfc() if description["normalizer"] is not None else None
         import gigatoken
 
@@ -205,7 +208,7 @@ class Fast:
 
     def _encode_plain(self, text: str) -> Ids:
         if len(text) > LONG_TEXT:
-            return in_pieces(text, self._encode_long, self.vocab_size)
+            return in_pieces(text, self._encode_long, self.vocab_size, self._long_words)
         return self._encode_words(text)
 
     def _encode_long(self, piece: str) -> Ids:
@@ -264,16 +267,27 @@ def _pieces(text: str, size: int) -> Iterator[str]:
     yield text[start:]
 
 
-def in_pieces(text: str, encode: Callable[[str], Ids], vocab_size: int) -> Ids:
-    """Encodes a long text in pieces that end at the end of a word, if possible; returns its ids, [tokens]."""
-    return joined(_pieces(text, LONG_TEXT), encode, vocab_size)
+def in_pieces(text: str, encode: Callable[[str], Ids], vocab_size: int, long_words: LongWords | None = None) -> Ids:
+    """Encodes a long text in pieces that end at the end of a word, or inside of a long word, if possible.
+
+    Returns its ids, [tokens].
+    """
+    return joined(_ids_of_pieces(text, encode, long_words), vocab_size)
 
 
-def joined(pieces: Iterable[str], encode: Callable[[str], Ids], vocab_size: int) -> Ids:
-    """Encodes the pieces of a text, at least one; returns the ids of the text, [tokens]."""
+def _ids_of_pieces(text: str, encode: Callable[[str], Ids], long_words: LongWords | None) -> Iterator[Ids]:
+    for piece in _pieces(text, LONG_TEXT):
+        if long_words is not None and len(piece) > 2 * LONG_TEXT:
+            yield from long_words.encode(piece, encode, LONG_TEXT)
+        else:
+            yield encode(piece)
+
+
+def joined(parts: Iterable[Ids], vocab_size: int) -> Ids:
+    """Returns the ids of a text from those of its parts, at least one, in the type of the data set."""
     dtype = token_dtype(vocab_size)
-    parts = [encode(piece).astype(dtype) for piece in pieces]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    ids = [part.astype(dtype) for part in parts]
+    return ids[0] if len(ids) == 1 else np.concatenate(ids)
 
 
 def _nfc() -> Callable[[str], str]:
@@ -296,6 +310,11 @@ def can_be_cut(description: dict[str, Any], accepts_special: bool) -> bool:
         and _is_known_split(description["pre_tokenizer"])
         and not any(_strips(token) or _WORDS_END.search(token["content"]) for token in tokens)
     )
+
+
+def long_words_of(description: dict[str, Any], accepts_special: bool) -> LongWords | None:
+    """Returns None for a tokenizer with added tokens that may occur in a text, also within a word."""
+    return None if _tokens_of_texts(description, accepts_special) else LongWords.of(description["model"])
 
 
 def _strips(token: dict[str, Any]) -> bool:

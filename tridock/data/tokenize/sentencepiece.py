@@ -57,7 +57,7 @@ class SentencePieceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         if self._space_at_cut is not None and any(len(text) > LONG_TEXT for text in texts):
-            return [joined(self._pieces(text), self._encode_one, self.vocab_size) for text in texts]
+            return [joined(map(self._encode_one, self._pieces(text)), self.vocab_size) for text in texts]
         # By default each worker would start as many threads as the machine has cores.
         return [np.array(ids, np.uint32) for ids in self._model.encode(list(texts), out_type=int, num_threads=1)]
 

@@ -66,6 +66,9 @@ class Command:
         return f"cd {shlex.quote(self.cwd)} && {line}" if self.cwd is not None else line
 
     def __str__(self) -> str:
+        if not self.secrets:
+            return self.render()
+
         # Secrets are masked before quoting, because quoting can change their text.
         def masked(text: str) -> str:
             for secret in sorted(self.secrets, key=len, reverse=True):

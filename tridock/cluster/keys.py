@@ -37,7 +37,8 @@ class KeyPair:
     @classmethod
     def generate(cls) -> KeyPair:
         """Creates an Ed25519 key pair."""
-        return cls._of(Ed25519PrivateKey.generate())
+        key = Ed25519PrivateKey.generate()
+        return cls(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), _public(key))
 
     @classmethod
     def from_private(cls, private: bytes) -> KeyPair:
@@ -51,14 +52,7 @@ class KeyPair:
         if not isinstance(key, Ed25519PrivateKey):
             raise ValueError(f"not an ed25519 key but {type(key).__name__}")
         # The bytes are kept: OpenSSH's format has a random check number, so serializing again changes them.
-        return cls(private, cls._of(key).public)
-
-    @classmethod
-    def _of(cls, key: Ed25519PrivateKey) -> KeyPair:
-        return cls(
-            key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),
-            key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode(),
-        )
+        return cls(private, _public(key))
 
     @property
     def fingerprint(self) -> str:
@@ -68,6 +62,10 @@ class KeyPair:
 
     def __repr__(self) -> str:
         return f"KeyPair({self.fingerprint})"
+
+
+def _public(key: Ed25519PrivateKey) -> str:
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
 
 
 @dataclass(frozen=True, slots=True)

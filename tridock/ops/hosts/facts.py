@@ -138,8 +138,9 @@ def _digest(lines: Iterable[str]) -> str:
 
 def parse_facts(name: str, text: str) -> HostState:
     """Reads the facts of host ``name``. Raises :class:`ClusterError` where Docker cannot be used there."""
-    facts = dict(_lines(text))
-    gpus = [value for name, value in _lines(text) if name == "gpu"]
+    lines = list(_lines(text))
+    facts = dict(lines)
+    gpus = [value for name, value in lines if name == "gpu"]
     if "docker_missing" in facts:
         raise ClusterError(Problem(name, "has no Docker", "no docker on PATH", "install Docker Engine there"))
     if "docker_silent" in facts:
@@ -161,12 +162,12 @@ def parse_facts(name: str, text: str) -> HostState:
     except (KeyError, ValueError) as error:
         todo = "make its login shell print nothing of its own"
         raise ClusterError(Problem(name, "sent an unreadable answer", f"{error} in {text[-200:]!r}", todo)) from None
-    same = {id_: ids for name, value in _lines(text) if name == "ids" for ids in [value.split()] for id_ in ids}
+    same = {id_: ids for name, value in lines if name == "ids" for ids in [value.split()] for id_ in ids}
     if container is not None and container.image_id in same:
         container = replace(container, image_id=same[container.image_id][0])
     keys = None
     if "keys" in facts:
-        keys = _digest(f"{name} {value}" for name, value in _lines(text) if _KEY_LINE.fullmatch(name))
+        keys = _digest(f"{name} {value}" for name, value in lines if _KEY_LINE.fullmatch(name))
     ids = same.get(local, [local]) if local else [None]
     return HostState(host, ids[0], container, keys, smallest_gpu(gpus), local, frozenset(filter(None, ids)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,7 +71,8 @@ class _Pulls(Handler):
         if self.path == "/v2/":
             self._answer(200)
         elif "/manifests/" in self.path and name in manifests:
-            self._send(manifests[name], name, MANIFEST, body=body)
+            kind = json.loads(manifests[name]).get("mediaType", MANIFEST)
+            self._send(manifests[name], name, kind, body=body)
         elif "/blobs/" in self.path and file.is_file():
             self.registry.pulled += file.stat().st_size if body else 0
             self._send(file.read_bytes(), name, "application/octet-stream", body=body)

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def positions(seq_length: int, rank: int, size: int) -> Tensor:
@@ -44,6 +45,13 @@ def causal_bias(seq_length: int, rank: int, size: int, dtype: torch.dtype, devic
     gathered = torch.cat([positions(seq_length, other, size) for other in range(size)])
     later = gathered[None, :] > mine[:, None]
     return torch.zeros(later.shape, dtype=dtype).masked_fill_(later, -math.inf).to(device)
+
+
+def _kernels(bias: Tensor | None) -> Any:
+    """Leaves cuDNN's attention out under a mask: its gradients are not finite there for some lengths, on an H100
+    (pytorch/pytorch#196678)."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return nullcontext() if bias is None else sdpa_kernel(kernels)
 
 
 class FusedAttention(MegatronModule):
@@ -83,7 +91,7 @@ class FusedAttention(MegatronModule):
         # [tokens, micro batch, heads, width] -> [micro batch, heads, tokens, width]
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         dropout, grouped = self.dropout if self.training else 0.0, query.size(1) != key.size(1)
-        with self._random_numbers():
+        with self._random_numbers(), _kernels(bias):
             mixed = F.scaled_dot_product_attention(
                 query, key, value, bias, dropout, bias is None, scale=self.scale, enable_gqa=grouped
             )

@@ -1,6 +1,7 @@
 """`make gpu-trial`: what its blocks run, its measurements and tables, and machines on which it cannot run."""
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -242,6 +243,22 @@ def test_a_torch_without_cuda(
     todo = "install torch's CUDA build (make venv FLAVOR=gpu), or see what nvidia-smi and tridock check say"
     assert trial.main(["--folder", str(tmp_path)]) == 3
     assert capsys.readouterr().err == f"gpu-trial: torch has no GPU here; got {error}; {todo}\n"
+
+
+@pytest.mark.parametrize("lists_gpus", [True, False])
+def test_a_test_of_gpus_is_skipped_only_where_nvidia_smi_lists_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lists_gpus: bool
+) -> None:
+    """Here torch has no GPU."""
+    nvidia_smi(tmp_path, "echo 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'" if lists_gpus else "exit 6")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    argv = [sys.executable, "-m", "pytest", "--confcutdir", "tests/gpu", "tests/gpu/test_memory.py", "-p"]
+    argv += ["no:cacheprovider", "-rA", "-x"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if lists_gpus else 0), done.stdout
+    assert ("torch has no GPU for local rank 0" in done.stdout) is lists_gpus
+    assert (" skipped" in done.stdout) is not lists_gpus
 
 
 def test_a_resumed_run_continues_from_its_checkpoint_wherever_the_signal_came(

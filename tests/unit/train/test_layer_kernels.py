@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -80,6 +81,8 @@ def moved(experiment: Experiment) -> tuple[int, int]:
     ],
 )
 def test_a_layer_moves_what_the_planner_counts(fields: dict[str, Any]) -> None:
+    if "model.num_query_groups" in fields and TorchVersion(torch.__version__) < "2.6":
+        pytest.skip("its fused kernel for CPUs takes no grouped queries")
     experiment = with_fields(_BASE, {**_FIELDS, **fields})
     planned = between_bytes(experiment, Torch().sizes(experiment, "cuda"), fuses_rotation=False)
     counted = moved(experiment)

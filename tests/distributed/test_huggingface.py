@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.ranks import Started, asked_for, losses, make_run, run_several, thinned
+from tests.distributed.ranks import VOCABULARY, Started, asked_for, losses, make_run, run_several, thinned
 from tests.distributed.test_shared_models import LLAMA, PP, QWEN3, STRATEGY, TP, VPP
 from tridock.train.huggingface.export import export
 
@@ -28,12 +28,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {STRATEGY: "fsdp"}),
     "tp2": (2, {TP: 2}),
     "pp2-interleaved": (2, {PP: 2, VPP: 2, "parallel.pipeline_schedule": "interleaved"}),
+    "pp2-tp2": (4, {PP: 2, TP: 2}),
     "core-one": (1, CORE),
     "core-dp2": (2, {**CORE, "parallel.use_distributed_optimizer": True}),
     "core-tp2": (2, {**CORE, TP: 2, SP: True}),
     "core-pp2-vpp2": (2, {**CORE, PP: 2, VPP: 2}),
     "core-pp2-unequal": (2, {**CORE, PP: 2, "parallel.decoder_first_pipeline_num_layers": 1}),
     "core-tp2-pp2": (4, {**CORE, TP: 2, PP: 2}),
+    "core-tp2-pp2-vpp2-dp2": (8, {**CORE, TP: 2, SP: True, PP: 2, VPP: 2, "parallel.use_distributed_optimizer": True}),
 }
 EP = "parallel.expert_model_parallel_size"
 LAYOUTS |= {
@@ -57,7 +59,15 @@ QWEN2_MOE = {
 }
 MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE}
 KINDS: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3, **MIXTURES}
-OF_MIXTURES = {"core-one", "core-dp2", "core-tp2", "core-pp2-vpp2", "core-ep2", *list(LAYOUTS)[-4:]}
+OF_MIXTURES = {
+    "core-one",
+    "core-dp2",
+    "core-tp2",
+    "core-pp2-vpp2",
+    "core-ep2",
+    *list(LAYOUTS)[-4:],
+    "core-tp2-pp2-vpp2-dp2",
+}
 CASES = {
     f"{kind}-{layout}": (kind, layout)
     for kind, (layout, (_, fields)) in product(KINDS, LAYOUTS.items())
@@ -108,7 +118,7 @@ def runs(request: pytest.FixtureRequest, workspace: Path, origins: dict[str, Pat
         ranks, fields = LAYOUTS[layout]
         load = {"train.load": f"hf:runs/{origins[kind].name}"}
         found[name] = make_run(workspace, name, ranks, **{**STILL, **KINDS[kind], **fields, **load})
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 4, 8):
         for is_core in (False, True):
             together = [
                 found[name]
@@ -142,3 +152,38 @@ def test_the_loss_is_that_of_transformers(runs: dict[str, Path], origins: dict[s
         wanted = model(tokens[:, :-1]).logits.flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(wanted, tokens[:, 1:].flatten())
     assert losses(runs[name])[1, "train"] == pytest.approx(float(loss), abs=1e-5)
+
+
+def logits_of(run: Path, replica: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a replica's step, [samples, sequence, vocabulary], joined from its ranks' columns."""
+    parts = [torch.load(file) for file in sorted(run.glob(f"logits-{replica}-*.pt"))]
+    micro_batches = []
+    for columns in zip(*parts, strict=True):
+        of_all = torch.cat([logits for _, _, logits in sorted(columns, key=lambda it: it[0])], -1)[:, :VOCABULARY]
+        labels = columns[0][1].flatten()
+        samples = len(labels) // (tokens.shape[1] - 1)
+        wanted = tokens[sum(map(len, micro_batches)) :][:samples, 1:]
+        if torch.equal(labels, wanted.flatten()):
+            micro_batches.append(of_all.unflatten(0, wanted.shape))
+        else:  # Megatron's order: the sequence first
+            assert torch.equal(labels, wanted.t().flatten())
+            micro_batches.append(of_all.unflatten(0, wanted.t().shape).transpose(0, 1))
+    return torch.cat(micro_batches)
+
+
+@pytest.mark.parametrize("name", thinned(CASES, SOME_CASES))
+def test_the_logits_are_those_of_transformers(runs: dict[str, Path], origins: dict[str, Path], name: str) -> None:
+    """Every one, in the step's own forward pass: through the pipeline, of all columns and replicas."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(origins[CASES[name][0]], dtype=torch.float32)
+    samples = 0
+    for replica, file in enumerate(sorted(runs[name].glob("batch-*.pt"))):
+        tokens = torch.load(file)
+        with torch.no_grad():
+            wanted = model(tokens[:, :-1]).logits
+        found = logits_of(runs[name], replica, tokens)
+        assert found.shape == wanted.shape
+        assert wanted.std() > 0.1
+        assert float((found - wanted).abs().max()) <= 1e-5
+        samples += len(tokens)
+    assert samples == 8

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -22,6 +23,7 @@ import pytest
 from tests.integration.clone import Clone, a_clone
 from tests.integration.rack import PROGRAMS, TINY, Attached, write_data
 from tests.integration.support import execute, pause, succeed, wait_until
+from tridock.cli import fab, main
 from tridock.contracts import heartbeat
 
 pytestmark = pytest.mark.timeout(600)
@@ -264,6 +266,69 @@ def test_a_supervisor_that_is_killed(twin: Twin) -> None:
         print(f"without a supervisor, the ranks ended after {time.monotonic() - began:.1f} s")
         assert {event["node"] for event in run.events("head_lost")} == {HEAD, OTHER}
         assert re.search(rf"{run.run_id} +│ 2 +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
+
+
+REFUSED = {
+    **dict.fromkeys(("up", "keys", "check", "runs", "status", "stop", "logs", "cancel", "triage", "fetch"), ()),
+    "down": ("--force",),
+    "launch": ("--config", "configs/tiny.yaml"),
+    "run": ("--", "true"),
+    "reproduce": ("a",),
+    "report": ("--run", "a"),
+    "data": ("--config", "configs/tiny.yaml"),
+}
+
+
+@pytest.mark.usefixtures("beside")
+def test_another_clone_has_a_twin_of_its_own(
+    twin: Twin, neighbour: Run, cpu_image: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Even of the same name: no command there touches or lists what is here. In the same Compose project all refuse."""
+    here = twin.clone
+    assert {*fab.COMMANDS} - {*REFUSED} == {"plan", "watch"}
+
+    def task(clone: Clone, name: str, *arguments: str) -> tuple[int, str]:
+        """Runs a task in a clone, without a process of its own; returns the exit code, and what it says."""
+        monkeypatch.chdir(clone.folder)
+        return main([*fab.COMMANDS[name], "--hosts", "hostfiles/twin", *arguments]), "".join(capsys.readouterr())
+
+    def containers() -> list[str]:
+        form = "{{.ID}} {{.Names}} {{.State}}"
+        return succeed("docker", "ps", "--all", "--format", form, "--filter", f"name={here.twin}-").splitlines()
+
+    before = containers()
+    assert [line.split()[-1] for line in before] == ["running", "running"]
+    with a_clone(tmp_path, cpu_image) as other:
+        (other.folder / "hostfiles" / "twin").write_text(f"{HEAD} slots=1\n")
+        shutil.copy(here.folder / "configs" / "tiny.yaml", other.folder / "configs")
+        write_data(other.folder / "data" / "tiny")
+        settings = other.folder / "hostfiles" / "twin.yaml"
+        of_the_same_name = settings.read_text().replace(f"\nname: {other.name}\n", f"\nname: {here.name}\n")
+        assert of_the_same_name != settings.read_text()
+        settings.write_text(of_the_same_name)
+        try:
+            code, said = task(other, "up")
+            assert (code, said.startswith("1 node up")) == (0, True), said
+            code, said = task(other, "status")
+            assert (code, "running" in said, neighbour.run_id in said) == (0, True, False), said
+            for arguments in ((), ("--run", neighbour.run_id)):
+                code, said = task(other, "stop", *arguments)
+                assert code == 2, said
+        finally:
+            assert task(other, "down") == (0, f"removed {HEAD}\n")
+        assert containers() == before
+
+        settings.write_text(f"{of_the_same_name}\ncompose: {{project: {here.twin}}}\n")
+        refusal = (
+            f"its container {here.twin}-{HEAD}-1 belongs to another folder; got {here.folder}, and this one's is "
+            f"{other.folder}; use that folder"
+        )
+        for name, arguments in REFUSED.items():
+            code, said = task(other, name, *arguments)
+            assert (code, refusal in said) == (3, True), f"{name}: {said}"
+    assert containers() == before
+    assert f"{neighbour.run_id} " in task(here, "status")[1]
 
 
 def test_the_neighbour_continues_to_its_end(calm: Run) -> None:

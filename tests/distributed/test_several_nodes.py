@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.distributed.ranks import PATIENCE, free_port, losses, make_data, make_run, metrics, rank_environment
+from tridock.contracts.checkpoints import LATEST
 
 pytestmark = pytest.mark.distributed
 
@@ -65,8 +66,9 @@ def test_another_experiment_on_one_node_stops_both(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_names_the_rank_that_failed(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    experiment = experiment_in(tmp_path, **{"train.load": "empty"})
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost" / LATEST).write_text("global_step5")  # its pointer only: the launch reads no more
+    experiment = experiment_in(tmp_path, **{"train.load": "lost"})
     argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(tmp_path), "--nproc", "2"]
     done = subprocess.run(argv, env=rank_environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
     (run,) = [folder for folder in (tmp_path / "runs").iterdir() if folder.name != "unused"]

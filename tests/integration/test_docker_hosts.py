@@ -236,8 +236,8 @@ def test_fetch_brings_the_folder_home_with_the_logs_of_both_nodes(rack_up: Up, f
 def test_a_run_that_fails_says_so_with_its_ranks_own_message(rack_up: Up) -> None:
     rack = rack_up.rack
     for host in rack:
-        host.sh(f"mkdir -p {WORKDIR}/workspace/data/empty")
-    done = rack.fab("launch", *tiny(train__load="data/empty"), "--run-id-file", "failed")
+        host.sh(f"mkdir -p {WORKDIR}/workspace/data/lost && echo global_step5 > {WORKDIR}/workspace/data/lost/latest")
+    done = rack.fab("launch", *tiny(train__load="data/lost"), "--run-id-file", "failed")
     run_id = run_id_of(rack.project / "failed")
     assert done.returncode == 4, done.stdout + done.stderr
     text = "train.load: "

@@ -66,8 +66,9 @@ def lives(paused: PausedRun) -> bool:
 
 def secret_lines(rack: Rack) -> list[str]:
     """The lines of every private key of the cluster."""
-    keys = [path for path in (rack.project / ".tridock" / CLUSTER).rglob("*ed25519*") if path.suffix != ".pub"]
-    lines = [line for key in keys for line in key.read_text().splitlines() if not line.startswith("-----")]
+    stored = json.loads((rack.project / ".tridock" / CLUSTER / ".keys.json").read_text())
+    keys = (stored["client"], *stored["hosts"].values())
+    lines = [line for key in keys for line in key.splitlines() if not line.startswith("-----")]
     assert len({*lines}) > 9
     # The first lines of an OpenSSH key are the same in all of them.
     return [line for line in {*lines} if not line.startswith("b3BlbnNzaC1rZXktdjEA")]

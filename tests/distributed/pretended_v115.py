@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +64,7 @@ def prepare(source: Path) -> None:
 def outcome(source: Path, workspace: Path, experiment: Experiment, world_size: int) -> str:
     """``runs``, or the last line of what a stage says where it gives up."""
     stages = experiment.parallel.pipeline_model_parallel_size
-    messages = _packed([])
+    messages = packed([])
     for stage in range(stages):
         said, messages = in_a_fork(lambda: train(source, workspace, experiment, world_size, stage, messages))  # noqa: B023
         if said != "runs":
@@ -72,7 +72,7 @@ def outcome(source: Path, workspace: Path, experiment: Experiment, world_size: i
     return "runs"
 
 
-def _packed(messages: list[torch.Tensor]) -> bytes:
+def packed(messages: list[torch.Tensor]) -> bytes:
     buffer = io.BytesIO()
     torch.save(messages, buffer)
     return buffer.getvalue()
@@ -110,7 +110,7 @@ def train(source: Path, workspace: Path, experiment: Experiment, world_size: int
         per_update = experiment.batch.micro_batch_size * replicas
         wanted = [experiment.batch.global_batch_size] * (experiment.train.train_iters or 0)
         assert [per_update] * len(updates) == wanted, "updates on less than the batch"
-    return _packed(sent)
+    return packed(sent)
 
 
 def _samples(args: Any, experiment: Experiment) -> tuple[Iterator[Any], None, None]:
@@ -153,15 +153,16 @@ def write_vocabulary(workspace: Path) -> None:
     (workspace / "merges.txt").write_text("#version: 0.2\n")
 
 
-def main() -> None:
+def answer_cases(answer: Callable[[Path, Path, Experiment, int], Any]) -> None:
+    """Prints what ``answer`` returns for the source, a workspace and each case, as JSON."""
     source, file = Path(sys.argv[1]), answers()
     prepare(source)
     with tempfile.TemporaryDirectory() as name:
         workspace = Path(name)
         write_vocabulary(workspace)
         for experiment, world_size in cases():
-            print(json.dumps(outcome(source, workspace, experiment, world_size)), file=file, flush=True)
+            print(json.dumps(answer(source, workspace, experiment, world_size)), file=file, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    answer_cases(outcome)

@@ -8,8 +8,6 @@ Counted is an iteration that logs no line, with checkpoints on: of Tridock's fun
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.distributed.forks import answers, cases, in_a_fork
-from tests.distributed.pretended_v115 import _packed, prepare, train, write_vocabulary
+from tests.distributed.forks import in_a_fork
+from tests.distributed.pretended_v115 import answer_cases, packed, train
 from tests.distributed.waits import OWNERS, Waits
 from tridock.compat import megatron_v115
 from tridock.experiment import Experiment
@@ -67,20 +65,14 @@ def count(source: Path, workspace: Path, experiment: Experiment, world_size: int
     recorder.train_step = lambda self, *given: counted(step, self.iteration == COUNTED - 1, self, *given)
     recorder.training_log = lambda self, *given: counted(log, given[3] == COUNTED, self, *given)
     recorder.save_checkpoint = lambda *_: None
-    train(source, workspace, experiment, world_size, 0, _packed([]))
+    train(source, workspace, experiment, world_size, 0, packed([]))
     return json.dumps(waits.places).encode()
 
 
-def main() -> None:
-    source, file = Path(sys.argv[1]), answers()
-    prepare(source)
-    with tempfile.TemporaryDirectory() as name:
-        workspace = Path(name)
-        write_vocabulary(workspace)
-        for experiment, world_size in cases():
-            said, found = in_a_fork(lambda: count(source, workspace, experiment, world_size))  # noqa: B023
-            print(found.decode() if found else json.dumps(said), file=file, flush=True)
+def answer(source: Path, workspace: Path, experiment: Experiment, world_size: int) -> Any:
+    said, found = in_a_fork(lambda: count(source, workspace, experiment, world_size))
+    return json.loads(found) if found else said
 
 
 if __name__ == "__main__":
-    main()
+    answer_cases(answer)

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.train.pretrained_models import assert_equal, gpt_of, loaded, loading, part
 from tests.unit.train.test_huggingface import GPT2, LLAMA, TOKENS
-from tests.unit.train.test_pretrained import assert_equal, gpt_of, loaded, loading, part
 from tridock.errors import RequestError
 from tridock.node.probes.pretrained import stored_weights
 from tridock.train.models.gpt import GPT

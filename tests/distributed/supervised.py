@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -99,17 +100,24 @@ class Run:
         arguments = [sys.executable, "-m", "tridock.node", "stop", self.folder.name, "--workspace", workspace]
         return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
 
-    def others(self, verb: str) -> list[int]:
-        """The processes of ``tridock.node`` that are at work for this run."""
-        found = []
+    def others(self, verb: str) -> dict[int, list[bytes]]:
+        """The processes of ``tridock.node`` that are at work for this run, with their arguments."""
+        found = {}
         for entry in Path("/proc").iterdir():
             try:
                 argv = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
             except OSError:
                 continue
             if b"tridock.node" in argv and verb.encode() in argv and str(self.folder).encode() in argv:
-                found.append(int(entry.name))
+                found[int(entry.name)] = argv
         return found
+
+    def kill(self, *verbs: str) -> None:
+        """Kills those processes, except where one ends first."""
+        for verb in verbs:
+            for pid in self.others(verb):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -122,9 +130,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     yield made
     for run in runs:
-        for verb in ("start", "agent"):
-            for pid in run.others(verb):
-                os.kill(pid, signal.SIGKILL)
+        run.kill("start", "agent")
         stop_processes(run.folder.name, grace_s=0.0)
 
 

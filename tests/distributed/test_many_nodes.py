@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,8 +33,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     fields = {"places": places, "remote": others, "reach": reach, "max_restarts": 1, "node_timeout_s": PATIENCE}
     made = Run.make(tmp_path, ranks=nodes, **fields)
     yield made
-    for pid in made.others("start"):
-        os.kill(pid, signal.SIGKILL)
+    made.kill("start")
     stop_processes(made.folder.name, grace_s=0.0)
 
 
@@ -46,8 +44,7 @@ def test_one_of_many_nodes_is_lost_and_comes_back(run: Run, tmp_path: Path) -> N
     run.start()
     run.until(lambda: all((beat := run.beat(rank)) and beat.iteration > 12 for rank in range(nodes)), PATIENCE)
     (tmp_path / f"{lost}.lost").touch()
-    for pid in run.others(lost):
-        os.kill(pid, signal.SIGKILL)
+    run.kill(lost)
     run.signal(nodes // 2, signal.SIGKILL)
     seconds = run.until(lambda: run.events("node_lost"), PATIENCE)
     print(f"{nodes} nodes: the lost one was named after {seconds:.0f} s")

@@ -132,8 +132,7 @@ def test_a_node_waits_for_a_head_that_is_slow_to_connect_again(make: Make, tmp_p
 
     def found() -> dict[bool, int]:
         """The node's agent, and the shell that stands for its connection."""
-        words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in run.others("agent")}
-        return {argv[0] == b"bash": pid for pid, argv in words.items() if argv[-2] == b"there"}
+        return {argv[0] == b"bash": pid for pid, argv in run.others("agent").items() if argv[-2] == b"there"}
 
     agent, shell = (found()[is_shell] for is_shell in (False, True))
     hold.touch()

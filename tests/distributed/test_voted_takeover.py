@@ -58,9 +58,7 @@ def nodes(tmp_path: Path) -> Iterator[dict[str, Run]]:
         (made[node].folder / run_folder.SUPERVISION).write_text(own.to_json())
     yield made
     for run in made.values():
-        for verb in ("start", "agent"):
-            for pid in run.others(verb):
-                os.kill(pid, signal.SIGKILL)
+        run.kill("start", "agent")
         stop_processes(run.folder.name, grace_s=0.0)
 
 

@@ -219,7 +219,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> int:
 
 def _find_sources(arguments: argparse.Namespace, default: str) -> tuple[Source, ...]:
     """Returns the inputs; ``default`` is the format of files whose name does not determine it."""
-    from tridock.data.input.files import find_sources
+    from tridock.data.input.files import find_sources, repeated
     from tridock.data.input.sources import Kind
 
     kind = None if arguments.input_format == "auto" else Kind(arguments.input_format)
@@ -233,6 +233,10 @@ def _find_sources(arguments: argparse.Namespace, default: str) -> tuple[Source, 
             f"{found}: is read as text, but begins with a JSON object; for JSON lines add --input-format jsonl",
             file=sys.stderr,
         )
+    if twice := repeated(sources):
+        (source, before), *others = twice
+        more = f" ({len(others)} more inputs are repeated too)" if others else ""
+        print(f"{source.name}: is read twice: it is the same file as {before.name}{more}", file=sys.stderr)
     return sources
 
 

@@ -180,6 +180,18 @@ def test_text_has_no_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_files_that_are_read_twice_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("b.jsonl", "d.jsonl"):
+        Path(name).symlink_to("a.jsonl")
+    Path("c.jsonl").hardlink_to("a.jsonl")
+    twice = "b.jsonl: is read twice: it is the same file as a.jsonl"
+    for inputs, printed in (["b.jsonl"], ""), (["a.jsonl", "b.jsonl"], twice), (["*.jsonl"], f"{twice} (2 more"):
+        assert main(gpt2("--input", *inputs, "--encoder", "reference")) == 0
+        out, err = capsys.readouterr()
+        assert err == (f"{printed} inputs are repeated too)\n" if "(" in printed else printed and f"{printed}\n")
+        assert f" {3 * (4 if '*.jsonl' in inputs else len(inputs))} documents in" in out
+
+
 def test_special_tokens_in_texts(folder: Path) -> None:
     Path("a.jsonl").write_text(json.dumps({"text": f"one{END_OF_TEXT}two"}) + "\n")
     end = BytePairTokenizer.load(Path("t")).end_of_text

@@ -52,6 +52,19 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind 
     return tuple(sources)
 
 
+def repeated(sources: Sequence[Source]) -> list[tuple[Source, Source]]:
+    """Returns the inputs that are the same file as an earlier one, by name or link; each with that one."""
+    first: dict[tuple[int, int], Source] = {}
+    found = []
+    for source in sources:
+        if source.path is not None:
+            status = source.path.stat()
+            before = first.setdefault((status.st_dev, status.st_ino), source)
+            if before is not source:
+                found.append((source, before))
+    return found
+
+
 def _files(given: str, problems: list[Problem]) -> list[Path]:
     """Returns the files of one input, and adds what cannot be read to ``problems``."""
     if not given:

@@ -25,7 +25,7 @@ from tridock.yaml_text import parse_yaml
 PUBLISHED = Path(__file__).parents[1] / "data" / "planner-times.yaml"
 RANKED = 6
 """Layouts of one model from which on their order is compared."""
-_OWN = ("model", "gpus", "slots", "measured", "memory")
+_OWN = ("model", "gpus", "slots", "measured", "memory", "recomputed")
 _BASE: dict[str, Any] = {"name": "published", "data": {"data_path": "data/x"}, "train": {"train_iters": 1}}
 
 
@@ -51,6 +51,7 @@ class Compared:
     """One row of a table, in seconds of an iteration."""
 
     model: str
+    gpus: int
     label: str
     predicted: float
     measured: float
@@ -99,9 +100,11 @@ def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
     label = f"{plan.layout} mbs {plan.micro_batch_size} gbs {plan.global_batch_size}"
     measured = _seconds(table["unit"], row["measured"], row["gpus"], assessed)
     program, experiment = table.get("program"), assessed.experiment
-    predicted = cost.estimate.iteration - (1 - recomputed_share(program, experiment)) * cost.estimate.recomputed
+    share = row["recomputed"] if row.get("recomputed") is not None else recomputed_share(program, experiment)
+    predicted = cost.estimate.iteration - (1 - share) * cost.estimate.recomputed
     predicted += unfused_seconds(program, experiment, plan.accumulation_steps, GPUS[table["gpu"]])
-    return Compared(str(row["model"]), label, predicted, measured, cost.tokens, memory_of(table, row, assessed))
+    memory = memory_of(table, row, assessed)
+    return Compared(str(row["model"]), row["gpus"], label, predicted, measured, cost.tokens, memory)
 
 
 def memory_of(table: Mapping[str, Any], row: Mapping[str, Any], assessed: Assessment) -> Memory:
@@ -145,10 +148,10 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def rankings(rows: Sequence[Compared]) -> Iterator[tuple[str, int, float, float]]:
-    """Of each model with enough layouts: their number, the rank correlation of the times for a token, and how much
-    slower the planner's first choice is than the fastest."""
-    for model in dict.fromkeys(row.model for row in rows):
-        of_it = [row for row in rows if row.model == model]
+    """Of each model with enough layouts on the same number of GPUs: their number, the rank correlation of the times for
+    a token, and how much slower the planner's first choice is than the fastest."""
+    for model, gpus in dict.fromkeys((row.model, row.gpus) for row in rows):
+        of_it = [row for row in rows if (row.model, row.gpus) == (model, gpus)]
         if len(of_it) >= RANKED:
             predicted, measured = ([seconds / row.tokens for row, seconds in pairs] for pairs in _pairs(of_it))
             first = measured[predicted.index(min(predicted))]

@@ -164,26 +164,37 @@ class MegatronWithKernels(MegatronCore):
         return True
 
 
-class NemoFp8(MegatronWithKernels):
-    """NeMo's performance recipes in fp8 (NVIDIA/NeMo, ``scripts/performance/helpers.py``, ``recipes/precision``).
+class Nemo(MegatronWithKernels):
+    """NeMo's performance recipes (NVIDIA/NeMo, ``scripts/performance/helpers.py``; NVIDIA/dgxc-benchmarking).
 
-    - The rotation is one kernel (``LlamaConfig.apply_rope_fusion``).
-    - Gradients are summed and reduce-scattered in bf16 (``grad_reduce_in_fp32 = False``).
-    - Matrices of the layers are in fp8 only, in both layouts, and are gathered in fp8 (``fp8_param_gather``).
+    - The rotation is one kernel (``apply_rope_fusion``).
+    - Gradients are summed and reduce-scattered in bf16 (``grad_reduce_in_fp32 = False``, ``grad_sync_dtype: bf16``).
     """
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
-        found = super().states(experiment, weights, shape, device)
-        tables = weights.total - weights.layers
-        return replace(found, weights=2 * tables, gradients=2 * weights.total)
+        return replace(super().states(experiment, weights, shape, device), gradients=2 * weights.total)
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
-        weights = self.parameters(experiment, stage)
-        received = 2 * weights.total + weights.layers + 2 * (weights.total - weights.layers)
-        return replace(super().sent(experiment, shape, stage), gradient_bytes=all_gather(shape.data, received))
+        found, whole = super().sent(experiment, shape, stage), self.parameters(experiment, stage)
+        gathered = 2 * whole.total - (2 - self.gathered_bytes) * whole.layers
+        plain = 4 * whole.total + 2 * whole.total
+        return replace(found, gradient_bytes=found.gradient_bytes * (2 * whole.total + gathered) / plain)
+
+    gathered_bytes = 2
+    """Of a weight of a layer, in the all-gather."""
 
     def summed_bytes(self, experiment: Experiment) -> float:
         return super().summed_bytes(experiment) / 2
+
+
+class NemoFp8(Nemo):
+    """NeMo's recipes in fp8 (``recipes/precision``): matrices of the layers are in fp8 only, in both layouts, and are
+    gathered in fp8 (``fp8_param_gather``)."""
+
+    gathered_bytes = 1
+
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+        return replace(super().states(experiment, weights, shape, device), weights=2 * (weights.total - weights.layers))
 
 
 PROGRAMS: Final[Mapping[str, Engine]] = {
@@ -191,6 +202,7 @@ PROGRAMS: Final[Mapping[str, Engine]] = {
     "megatron-deepspeed, bf16": MegatronDeepSpeedBf16(),
     "megatron-lm, 2021": Megatron2021(),
     "megatron-lm, transformer engine": MegatronWithKernels(),
+    "nemo, bf16": Nemo(),
     "nemo, fp8": NemoFp8(),
     "torchtitan": Torchtitan(selective=False),
     "torchtitan, selective": Torchtitan(selective=True),

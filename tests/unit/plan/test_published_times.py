@@ -38,7 +38,7 @@ def test_the_median_error_of_a_table(name: str) -> None:
 
 def test_the_median_error_of_what_no_constant_was_set_with() -> None:
     rows = [row for name in HELD_OUT for row in rows_of(name)]
-    assert len(rows) > 250
+    assert len(rows) > 550
     assert median_error(rows) <= 0.11
     assert abs(statistics.median(row.error for row in rows)) <= 0.10
 
@@ -48,7 +48,7 @@ def test_the_order_of_layouts_and_the_first_choice() -> None:
     ranked = {
         (name, model): (order, regret) for name in HELD_OUT for model, _, order, regret in rankings(rows_of(name))
     }
-    assert len(ranked) >= 18
+    assert len(ranked) >= 17
     wrong = {key: found for key, found in ranked.items() if found[0] < 0.8 or found[1] > 0.05}
     assert wrong.keys() == DISORDERED.keys()
     assert all(wrong[key][0] >= least and wrong[key][1] <= most for key, (least, most) in DISORDERED.items())

@@ -32,7 +32,8 @@ class Traffic:
     link: Link
     """``network`` if a group has ranks on more than one node."""
     sharing: int
-    """Groups of this kind that use a node's network at the same time; 1 inside a node."""
+    """Groups of this kind that use the same links at the same time: a node's network, or inside a node those of the
+    other groups that the same ranks span. Only links without a switch (PCIe) are shared inside a node."""
     bytes_per_rank: int
     """Bytes that one rank sends in one iteration."""
     waits: int
@@ -43,6 +44,11 @@ class Traffic:
     hideable: float = 0.0
     """Share of ``waits`` that computation can hide if it takes long enough: for the tensor parallel group, the
     computation of weight gradients."""
+
+    @property
+    def span(self) -> int:
+        """Neighboring ranks of a node that its groups of this kind connect."""
+        return self.size * self.sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ def _placed(
     """Places a group of ranks that are ``stride`` apart."""
     inside = stride * size <= shape.slots and shape.slots % (stride * size) == 0
     together = 1 if stride >= shape.slots else min(size, shape.slots // stride)
-    sharing = 1 if inside else max(1, shape.slots // together)
+    sharing = stride if inside else max(1, shape.slots // together)
     link: Link = "node" if inside else "network"
     return Traffic(group, size, link, sharing, round(volume), round(volume), messages, hideable)
 
@@ -183,7 +189,7 @@ def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> I
     waits = (2 * message + mask) * (steady + size - 1)
     hideable = steady / (steady + size - 1) if sent.hides_pipeline else 0.0
     link: Link = "network" if network else "node"
-    sharing = min(stride, shape.slots) if network else 1
+    sharing = min(stride, shape.slots)
     yield Traffic("pipeline", size, link, sharing, volume, waits, 2 * (steady + size - 1), hideable)
 
 

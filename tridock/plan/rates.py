@@ -26,7 +26,9 @@ _NVLINK_SHARE: Final = 0.8
 """Share of NVLink's rate in a ring: 235 of 300 GB/s on A100, 367 of 450 on H200, 682 of 900 on B200 (Bekman,
 network)."""
 _PCIE_SHARES: Final = {4: 0.69, 8: 0.42}
-"""Share of PCIe's rate in rings of up to this many ranks (SimuMax, ``configs/system/a100_pcie.json``)."""
+"""Share of PCIe's rate in rings of up to this many ranks (SimuMax, ``configs/system/a100_pcie.json``). Beyond 4 a ring
+crosses from one half of the node to the other. Groups that all cross share that way: there, two rings of four ranks
+reached 7 to 7.65 GB/s, four of two ranks 3.9 to 4, against 13.4 of one with eight (``dp_fixed_bw``)."""
 _PCIE_GB_S: Final = 64.0
 """Links up to this rate are PCIe."""
 _NETWORK_SHARE: Final = 0.85
@@ -140,16 +142,16 @@ class Rates:
     def carried(self, one: Traffic, moved: float) -> float:
         """Returns the time to move a rank's bytes in a group, without the latency of its messages."""
         moved *= self.slower.get(one.link, 1.0)
-        if one.link in self.links:
-            return moved * one.sharing / (self.links[one.link][1] * 1e9)
         if one.link == "network":
-            return moved * one.sharing / (self.network_gb_s * _NETWORK_SHARE * 1e9)
-        return moved / (self.link_gb_s * self._link_share(one.size) * 1e9)
-
-    def _link_share(self, size: int) -> float:
+            rate = self.links[one.link][1] if one.link in self.links else self.network_gb_s * _NETWORK_SHARE
+            return moved * one.sharing / (rate * 1e9)
+        if one.link in self.links:
+            return moved / (self.links[one.link][1] * 1e9)
         if self.link_gb_s > _PCIE_GB_S:
-            return _NVLINK_SHARE
-        return next((share for most, share in _PCIE_SHARES.items() if size <= most), min(_PCIE_SHARES.values()))
+            return moved / (self.link_gb_s * _NVLINK_SHARE * 1e9)
+        share = next((share for most, share in _PCIE_SHARES.items() if one.span <= most), min(_PCIE_SHARES.values()))
+        crossing = one.sharing if one.span > min(_PCIE_SHARES) else 1
+        return moved * crossing / (self.link_gb_s * share * 1e9)
 
 
 def network_of(gpu: Gpu | None, gbit: float | None, slots: int) -> tuple[float, str]:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tridock.engines import ENGINES, engine_of
 from tridock.engines.deepspeed import REUSED
 from tridock.experiment import Experiment
+from tridock.gpus import GPUS
 from tridock.layout.shape import Shape
 from tridock.layout.traffic import Traffic, all_gather, all_reduce
+from tridock.plan.rates import Rates
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, CP, SP = "virtual_pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"
@@ -172,9 +174,9 @@ def by_group(found: list[Traffic]) -> dict[str, Traffic]:
     ("slots", "expected"),
     [
         # Ranks lie in the order tensor, pipeline, data: strides 1, 2, 4 of 16.
-        (16, {"tensor": ("node", 1), "pipeline": ("node", 1), "embedding": ("node", 1), "data": ("node", 1)}),
-        (8, {"tensor": ("node", 1), "pipeline": ("node", 1), "embedding": ("node", 1), "data": ("network", 4)}),
-        (4, {"tensor": ("node", 1), "pipeline": ("node", 1), "embedding": ("node", 1), "data": ("network", 4)}),
+        (16, {"tensor": ("node", 1), "pipeline": ("node", 2), "embedding": ("node", 2), "data": ("node", 4)}),
+        (8, {"tensor": ("node", 1), "pipeline": ("node", 2), "embedding": ("node", 2), "data": ("network", 4)}),
+        (4, {"tensor": ("node", 1), "pipeline": ("node", 2), "embedding": ("node", 2), "data": ("network", 4)}),
         (2, {"tensor": ("node", 1), "pipeline": ("network", 2), "embedding": ("network", 2), "data": ("network", 2)}),
     ],
 )
@@ -188,9 +190,9 @@ def test_links_where_stages_are_neighbours(slots: int, expected: dict[str, tuple
     ("slots", "expected"),
     [
         # Ranks lie in the order tensor, context, data, pipeline: strides 1, 2, 4, 8 of 16.
-        (16, {"tensor": ("node", 1), "context": ("node", 1), "pipeline": ("node", 1), "data": ("node", 1)}),
-        (8, {"tensor": ("node", 1), "context": ("node", 1), "pipeline": ("network", 8), "data": ("node", 1)}),
-        (4, {"tensor": ("node", 1), "context": ("node", 1), "pipeline": ("network", 4), "data": ("network", 2)}),
+        (16, {"tensor": ("node", 1), "context": ("node", 2), "pipeline": ("node", 8), "data": ("node", 2)}),
+        (8, {"tensor": ("node", 1), "context": ("node", 2), "pipeline": ("network", 8), "data": ("node", 2)}),
+        (4, {"tensor": ("node", 1), "context": ("node", 2), "pipeline": ("network", 4), "data": ("network", 2)}),
         (2, {"tensor": ("node", 1), "context": ("network", 2), "pipeline": ("network", 2), "data": ("network", 2)}),
         (1, {"tensor": ("network", 1), "context": ("network", 1), "pipeline": ("network", 1), "data": ("network", 1)}),
     ],
@@ -202,6 +204,14 @@ def test_links_and_who_shares_them(slots: int, expected: dict[str, tuple[str, in
     assert {group: found[group].size for group in found} == {
         "tensor": 2, "context": 2, "pipeline": 2, "data": 4, "embedding": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "slower"), [("a100-pcie", 0.69 / 0.42 * 2), ("a100-80gb", 1.0)])
+def test_groups_share_the_way_between_the_halves_of_a_node_without_a_switch(gpu: str, slower: float) -> None:
+    """Two rings of four ranks: side by side, one in each half of the node, or each through both."""
+    rates = Rates.of(GPUS[gpu], "bf16", None, None)
+    beside, through = (Traffic("data", 4, "node", sharing, 10**9, 10**9) for sharing in (1, 2))
+    assert rates.carried(through, 1e9) / rates.carried(beside, 1e9) == pytest.approx(slower)
 
 
 @st.composite
@@ -229,7 +239,7 @@ def test_what_holds_everywhere(case: tuple[dict[str, Any], int, int, int]) -> No
     for group, one in found.items():
         assert one.bytes_per_rank > 0
         assert 1 <= one.sharing <= slots
-        assert one.link == "network" or one.sharing == 1
+        assert one.link == "network" or one.span <= slots
         # Gradients are exchanged once an iteration, whatever is accumulated; all else with every micro batch.
         once = group in ("data", "embedding")
         assert (more[group].bytes_per_rank == one.bytes_per_rank) == once

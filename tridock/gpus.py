@@ -6,7 +6,8 @@ Shares of the peak are measured. ``matmul_share``: A100 0.78 over 183 shapes on 
 best shape there reaches 0.81, on SXM the best reaches 0.87 (Bekman, Machine Learning Engineering, "Maximum Achievable
 Matmul FLOPS"), so 0.84. B200 0.60 over 514 shapes (SimuMax). H100 and H200 0.70: the best shape reaches 0.80 there, and
 their clock falls under long products. ``attention_share``: of causal attention, half of its FLOPs counted, heads of 128
-(SimuMax for A100 and B200; Dao, FlashAttention-2, 2023, for A100; Shah et al., FlashAttention-3, 2024, for H100).
+(SimuMax for A100 and B200; Dao, FlashAttention-2, 2023, for A100; Shah et al., FlashAttention-3, 2024, figure 5, for
+H100: cuDNN's reaches 315, 484 and 539 TFLOP/s with 512, 2,048 and 16,384 tokens, FlashAttention-2 191, 298 and 335).
 Others take the share of their architecture. Networks are those of NVIDIA's DGX systems. ``host_gb_s``: CUDA's
 bandwidthTest, 11 over PCIe 3 (V100; router-gao/cuda-demo), 26 over PCIe 4 (A100; jdh4/della-gpu-A100), 52 to 55 over
 PCIe 5 (H100).
@@ -19,6 +20,9 @@ from typing import Final
 from tridock.errors import Problem, RequestError, cut
 
 MIB: Final = 2**20
+HALF_LENGTH: Final = 512
+"""Sequence length at which causal attention reaches half of its share: half of the work in diagonal blocks is wasted,
+and short rows spend more of their time starting (Dao, 2023, figure 5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,10 @@ class Kernels:
     """Share of the peak that the forward pass of fused causal attention reaches, with half of its FLOPs counted."""
     host_gb_s: float = 26.0
     """GB/s from the GPU to page-locked memory of its host."""
+    flash_2_share: float | None = None
+    """The same of FlashAttention-2, if newer kernels are faster."""
+    half_length: int = HALF_LENGTH
+    """Sequence length at which attention reaches half of its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ _AMPERE: Final = Kernels(84, 0.78, 0.55)
 _A100: Final = Kernels(108, 0.84, 0.64)
 _A100_PCIE: Final = Kernels(108, 0.78, 0.64)
 _ADA: Final = Kernels(128, 0.75, 0.50)
-_HOPPER: Final = Kernels(132, 0.66, 0.50, 52.0)
+_HOPPER: Final = Kernels(132, 0.66, 0.55, 52.0, flash_2_share=0.345, half_length=370)
 _BLACKWELL: Final = Kernels(148, 0.54, 0.50, 52.0)
 _DGX_A100: Final = Network(200.0, "DGX A100")
 _DGX_H100: Final = Network(400.0, "DGX H100")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _GPUS_PER_NODE: Final = 8
+_ATTENTION: Final = ("fused", "flash-2", "flash-triton", "flash-1", "unfused")
 
 
 def add(commands: Commands) -> None:
@@ -62,10 +63,11 @@ def add(commands: Commands) -> None:
     text = "GPU throughput for the time estimate (default: estimated from the shapes of the matrix products)"
     parser.add_argument("--tflops", type=float, metavar="TFLOP_PER_S", help=text)
     text = (
-        "attention of the program, in the estimates (default: fused); unfused stores the scores, as Megatron did until"
-        " 2023"
+        "attention of the program, in the estimates (default: fused, today's fastest kernel); flash-2 is"
+        " FlashAttention-2, flash-triton and flash-1 the first one in Triton and in CUDA; unfused stores the scores,"
+        " as Megatron did until 2023"
     )
-    parser.add_argument("--attention", choices=("fused", "unfused"), default="fused", help=text)
+    parser.add_argument("--attention", choices=_ATTENTION, default="fused", help=text)
     text = "assume that no communication overlaps with computation, whatever the engine does"
     parser.add_argument("--no-overlap", action="store_true", help=text)
     text = "output of tridock calibrate (default: <hostfile>.calibration.json, if it exists)"

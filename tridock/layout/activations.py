@@ -27,7 +27,8 @@ from tridock.layout.shape import (
     tokens_of,
 )
 
-Attention = Literal["fused", "unfused"]
+Attention = Literal["fused", "flash-2", "flash-triton", "flash-1", "unfused"]
+"""What computes attention: the fastest fused kernel of today, an older one, or kernels that write the scores."""
 _TOKEN_BYTES: Final = 8  # int64
 AFTER_FORWARD: Final = ("logits and loss", "backward pass")
 """Terms of tensors that come after the forward passes of all layers."""

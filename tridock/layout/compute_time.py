@@ -148,7 +148,7 @@ def _layer(
     if attention == "unfused" and not device.flat:
         mixed = _unfused(experiment, device, size, heads)
     else:
-        mixed = attention_seconds(device, model.seq_length, heads, model.head_size, samples)
+        mixed = attention_seconds(device, model.seq_length, heads, model.head_size, samples, attention)
     between = (0.0, 0.0) if device.flat else (pass_seconds(device, moved[0]), pass_seconds(device, moved[1]))
     return (
         _Pass(one_way, mixed[0], between[0] + quantized[0], round(_FORWARD_KERNELS * kernels)),

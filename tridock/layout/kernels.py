@@ -9,9 +9,13 @@ same constants reproduce its 514 products on a B200 within 13 %.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
+
+from tridock.gpus import HALF_LENGTH
+from tridock.layout.activations import Attention
 
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (256, 64, 0.9), (64, 256, 0.9), (128, 64, 0.72))
 """Rows, columns, and the rate relative to the largest tile."""
@@ -33,11 +37,11 @@ _BACKWARD_FLOPS: Final = 2.5
 """FLOPs relative to fused attention's forward pass: five products, as the scores are recomputed (Dao, 2023)."""
 _BACKWARD_SHARE: Final = 0.85
 """Rate relative to the forward pass."""
+_OLDER: Final[Mapping[Attention, tuple[float, float]]] = {"flash-triton": (1.4, 2.0), "flash-1": (2.0, 2.0)}
+"""Time forward and backward relative to FlashAttention-2: 1.3 to 1.5 and about 2 of FlashAttention in Triton, about 2
+of FlashAttention (Dao, 2023, section 4.1)."""
 _ROWS: Final = 128
 """Rows of the scores that one unit processes at a time."""
-_HALF_LENGTH: Final = 512
-"""Sequence length at which causal attention reaches half of its share: half of the work in diagonal blocks is wasted,
-and short rows spend more of their time starting (Dao, 2023, figure 5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,10 @@ class Device:
     """Products are processed in waves of tiles, as on GPUs."""
     attention_backward: float = _BACKWARD_FLOPS / _BACKWARD_SHARE
     """Time of attention's backward pass relative to its forward pass."""
+    flash_2_share: float | None = None
+    """Share of FlashAttention-2, where it is not the fastest."""
+    half_length: int = HALF_LENGTH
+    """Sequence length at which attention reaches half of its share."""
     points: tuple[tuple[float, float, float, float], ...] = ()
     """Measured products: log2 of rows, columns and inner dimension, and the measured time over the estimated time."""
 
@@ -106,7 +114,9 @@ def _tiled_seconds(device: Device, rows: int, columns: int, inner: int, rate: fl
     return best
 
 
-def attention_seconds(device: Device, length: int, heads: float, head_size: int, samples: float) -> tuple[float, float]:
+def attention_seconds(
+    device: Device, length: int, heads: float, head_size: int, samples: float, kernel: Attention = "fused"
+) -> tuple[float, float]:
     """Returns the forward and backward time of fused causal attention over ``samples`` sequences of ``length``."""
     padded = next((size for size in _HEADS if size >= head_size), head_size)
     flops = 2.0 * length * length * heads * padded * samples
@@ -116,9 +126,10 @@ def attention_seconds(device: Device, length: int, heads: float, head_size: int,
     blocks = max(1.0, samples * heads * length / _ROWS)
     filled = blocks / (math.ceil(blocks / device.units) * device.units) if device.tiled else 1.0
     # Small heads spend a larger share of the time on softmax.
-    share = device.attention_share * filled * min(1.0, 0.7 + 0.3 * padded / 128) * length / (length + _HALF_LENGTH)
-    forward = flops / (device.tflops * 1e12 * share)
-    return forward, forward * device.attention_backward
+    most = device.attention_share if kernel == "fused" else device.flash_2_share or device.attention_share
+    share = most * filled * min(1.0, 0.7 + 0.3 * padded / 128) * length / (length + device.half_length)
+    forward, (slower, slower_back) = flops / (device.tflops * 1e12 * share), _OLDER.get(kernel, (1.0, 1.0))
+    return forward * slower, forward * device.attention_backward * slower_back
 
 
 def pass_seconds(device: Device, moved: float) -> float:

@@ -25,7 +25,7 @@ class Assumptions:
     cost_per_gpu_hour: float | None = None
     """In the user's currency."""
     attention: Attention = "fused"
-    """Unfused attention writes its scores to memory, as Megatron's did until 2023."""
+    """What computes it: older programs have slower kernels; unfused ones write the scores to memory."""
     overlaps: bool = True
     """False: the program does not overlap computation and communication."""
 

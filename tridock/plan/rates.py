@@ -84,7 +84,17 @@ class Rates:
         if gpu is None or peak is None:
             return cls(None, "unknown", link, network, source, memory, peak, None)
         kernels = gpu.kernels
-        device = Device(peak, kernels.units, kernels.matmul_share, kernels.attention_share, memory, _LAUNCH_S, _START_S)
+        device = Device(
+            peak,
+            kernels.units,
+            kernels.matmul_share,
+            kernels.attention_share,
+            memory,
+            _LAUNCH_S,
+            _START_S,
+            flash_2_share=kernels.flash_2_share,
+            half_length=kernels.half_length,
+        )
         if gpu.tflops_8 is not None and precision != "fp32":
             device = replace(device, fp8=gpu.tflops_8 / peak)
         text = f"assumed: {kernels.matmul_share:.0%} of the peak in large products"

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tridock.gpus import GPUS
+from tridock.layout.activations import Attention
 from tridock.layout.kernels import Device, attention_seconds, pass_seconds, product_seconds
+from tridock.plan.rates import Rates
 
 A100 = Device(312.0, 108, 0.84, 0.64, 2039.0, 6e-6)
 GIVEN = Device(100.0, 1, 1.0, 1.0, 2039.0, 0.0, flat=True)
@@ -62,6 +64,32 @@ def test_attention_by_length_and_heads() -> None:
     assert rate(4096, 32, 128, 1) > rate(4096, 32, 112, 1)  # padded to 128
     assert rate(2048, 32, 128, 1) > 1.5 * rate(2048, 1, 128, 1)  # 16 blocks for 108 units
     assert rate(4096, 32, 128, 4) == pytest.approx(312e12 * 0.64 * 8 / 9, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "published"),
+    [
+        ("fused", {512: 315, 1024: 410, 2048: 484, 4096: 518, 8192: 529, 16384: 539}),
+        ("flash-2", {512: 191, 1024: 260, 2048: 298, 4096: 319, 8192: 333, 16384: 335}),
+    ],
+)
+def test_attention_on_h100_as_published(kernel: Attention, published: dict[int, int]) -> None:
+    """cuDNN's and FlashAttention-2: causal, 16 heads of 128, 16,384 tokens (Shah et al., 2024, figure 5)."""
+    device = Rates.of(GPUS["h100-80gb"], "bf16", None, None).device
+    assert device is not None
+    for length, tflops in published.items():
+        samples = 16384 / length
+        seconds, _ = attention_seconds(device, length, 16, 128, samples, kernel)
+        assert 2.0 * length * length * 16 * 128 * samples / seconds / 1e12 == pytest.approx(tflops, rel=0.08), length
+
+
+def test_older_kernels_of_attention_are_slower() -> None:
+    def times(kernel: Attention) -> tuple[float, float]:
+        return attention_seconds(A100, 4096, 32, 128, 4, kernel)
+
+    assert times("flash-2") == times("fused")  # nothing faster was published for A100
+    assert times("flash-triton") == pytest.approx((1.4 * times("flash-2")[0], 2 * times("flash-2")[1]))
+    assert times("flash-1") == pytest.approx((2 * times("flash-2")[0], 2 * times("flash-2")[1]))
 
 
 def test_gpus_without_figures_of_their_own_take_their_architectures() -> None:

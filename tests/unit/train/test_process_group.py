@@ -43,6 +43,14 @@ def test_a_process_started_alone_is_a_world_of_one(alone: Ranks) -> None:
     process_group.barrier()
 
 
+def test_ranks_leave_right_after_a_collective(alone: Ranks) -> None:
+    """Gloo's threads need the GIL to free the last tensors: torch 2.6 held it and waited for them forever."""
+    for _ in range(20):
+        dist.all_reduce(torch.zeros(8))
+        process_group.leave()
+        join()
+
+
 def test_leaving_twice_is_harmless(alone: Ranks) -> None:
     assert alone.world_size == 1
     process_group.leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -251,9 +252,10 @@ def device_name(ranks: Ranks) -> str:
 def leave() -> None:
     """Destroys the process group; otherwise a finished process may abort at exit.
 
-    DDP models must be freed before: a reducer that holds the last reference to the group would wait for Gloo's threads
-    with the GIL held, while they wait for the GIL.
+    Gloo's threads are waited for with the GIL held, and may wait for the GIL themselves. So DDP models, whose reducers
+    hold references to the group, must be freed before, and these threads get time to free the last tensors.
     """
     if dist.is_available() and dist.is_initialized():
         gc.collect()
+        time.sleep(0.05)
         dist.destroy_process_group()

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tridock.errors import ClusterError, TridockError
-from tridock.remote import Host, LocalHost, SshHost
+from tridock.remote import Host, LocalHost
+from tridock.remote.ssh import SshHost
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/sbin:" + os.environ.get("PATH", ""))
 USER = getpass.getuser()

@@ -319,7 +319,8 @@ def test_ctrl_c_comes_through_at_once(shared: Sshd, kind: str, work: str) -> Non
     script = textwrap.dedent(f"""
         import sys
         from tridock.command import Command
-        from tridock.remote import LocalHost, SshHost, on_all
+        from tridock.remote import LocalHost, on_all
+        from tridock.remote.ssh import SshHost
         hosts = {{name: {one} for name in 'abcd'}}
         for host in hosts.values():
             host.run(Command.of('true'))
@@ -345,7 +346,7 @@ def test_ctrl_c_leaves_no_lock_taken(shared: Sshd) -> None:
     script = textwrap.dedent(f"""
         import os, signal, threading
         from tridock.command import Command
-        from tridock.remote import SshHost
+        from tridock.remote.ssh import SshHost
         host = SshHost('a', address='127.0.0.1', port={shared.port}, identity_file={str(shared.client_key)!r},
                        config_file={str(shared.ssh_config)!r})
         for turn in range(40):

@@ -16,7 +16,7 @@ import pytest
 from tests.integration.sshd import SSHD, USER, Sshd, free_port, make_key, message, public, wait_until
 from tridock.command import Command
 from tridock.errors import RequestError
-from tridock.remote import SshHost
+from tridock.remote.ssh import SshHost
 
 # ---- the operator's own ----------------------------------------------------------------------------------------------
 

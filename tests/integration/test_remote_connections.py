@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.integration.sshd import USER, Sshd, fingerprint, free_port, make_key, message, public, wait_until
 from tridock.command import Command
-from tridock.remote import SshHost
+from tridock.remote.ssh import SshHost
 
 
 def test_refused(tmp_path: Path) -> None:

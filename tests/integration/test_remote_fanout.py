@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests.integration.sshd import USER, Sshd, free_port, make_key, message, public
 from tridock.command import Command
-from tridock.remote import Host, SshHost, on_all, raise_failures
+from tridock.remote import Host, on_all, raise_failures
+from tridock.remote.ssh import SshHost
 
 
 class Counter:

@@ -68,15 +68,16 @@ def _up(arguments: argparse.Namespace) -> int:
     """Start the cluster: create the keys, distribute the image, and start one node per host. Skip what is already
     right.
     """
-    from tridock.ops.hosts import nodes
-    from tridock.ops.image.prune import prune
-
     session = open_session(arguments)
+    from tridock.ops.hosts import nodes
+
     nodes.ask_whether_ready(session)
     image_id = nodes.up(session)
     if not arguments.quiet:
         say(f"{count(len(session.nodes), 'node')} up, image {image_id[:19]}: {', '.join(session.nodes)}")
     if arguments.prune:
+        from tridock.ops.image.prune import prune
+
         for node, images in prune(session).items():
             say(f"{node}: removed {count(len(images.removed), 'older image')}, kept {len(images.kept)} in use")
     return 0
@@ -84,9 +85,10 @@ def _up(arguments: argparse.Namespace) -> int:
 
 def _down(arguments: argparse.Namespace) -> int:
     """Remove the nodes. Run folders and data stay on the hosts."""
+    session = open_session(arguments)
     from tridock.ops.hosts import nodes
 
-    removed = nodes.down(open_session(arguments), force=arguments.force)
+    removed = nodes.down(session, force=arguments.force)
     if not arguments.quiet:
         say(f"removed {', '.join(removed)}" if removed else "no node was up")
     return 0
@@ -94,9 +96,9 @@ def _down(arguments: argparse.Namespace) -> int:
 
 def _keys(arguments: argparse.Namespace) -> int:
     """Create and distribute the SSH keys that the nodes use to reach each other."""
+    session = open_session(arguments)
     from tridock.ops.hosts.keys import distribute_keys
 
-    session = open_session(arguments)
     store = distribute_keys(session, rotate=arguments.rotate)
     if not arguments.quiet:
         say(f"keys of {count(len(session.nodes), 'node')} in place; client key {store.fingerprint()}")
@@ -107,12 +109,12 @@ def _check(arguments: argparse.Namespace) -> int:
     """Check every host, node and device, run an all-reduce, and print each problem with its fix. The exit code is 3 if
     there is a problem.
     """
-    from tridock.ops import doctor
-
     config = config_of(arguments)
     if arguments.set and config is None:
         raise RequestError(Problem("--set", "needs an experiment, but none is named", "", "name one with --config"))
     session = open_session(arguments)
+    from tridock.ops import doctor
+
     report = doctor.check(session, doctor.Request(config, arguments.set) if config else None)
     if arguments.fix and doctor.apply_fixes(session, report, lambda line: print(line, file=sys.stderr, flush=True)):
         report = doctor.check(session, doctor.Request(config, arguments.set) if config else None)
@@ -142,6 +144,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _tables(session: Session) -> tuple[list[Table], TridockError | None]:
+    import rich.console  # noqa: F401 - before the hosts are asked
+
     from tridock.ops.runs.registry import ask_for_runs, list_runs, queued_runs
     from tridock.report.run_tables import queue_table, status_table
 

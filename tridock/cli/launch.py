@@ -103,12 +103,12 @@ def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
 
 def _launch(arguments: argparse.Namespace) -> int:
     """Run an experiment on the cluster and follow its output. Ctrl-C detaches, and the run continues."""
+    session = open_session(arguments, lambda cluster: cluster.first(arguments.nodes, arguments.slots))
     from tridock.ops.doctor import ask_for_quick_reports
     from tridock.ops.runs import launch
     from tridock.ops.runs.default_experiment import choose_experiment
     from tridock.report.plan_output import headline, summary
 
-    session = open_session(arguments, lambda cluster: cluster.first(arguments.nodes, arguments.slots))
     config, overrides, note = choose_experiment(config_of(arguments), arguments.set, session.cluster.slots)
     prepared = launch.prepare_on(session, config, overrides, force=arguments.force)
     if note and not arguments.quiet:
@@ -230,10 +230,10 @@ def reachable(session: Session) -> tuple[Session, TridockError | None]:
 
 def _logs(arguments: argparse.Namespace) -> int:
     """Follow a run's output, or print the logs of ranks or of a node."""
+    session = reachable(open_session(arguments))[0]
     from tridock.ops.runs.logs import choose_ranks, read_rank_logs
     from tridock.ops.runs.registry import choose_run
 
-    session = reachable(open_session(arguments))[0]
     run = choose_run(session, run_of(arguments), active=False)
     if not arguments.rank and not arguments.node:
         return follow(arguments, session, run)
@@ -246,9 +246,9 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 def _stop(arguments: argparse.Namespace) -> int:
     """Stop one run on every node. Other runs continue."""
+    session, failure = reachable(open_session(arguments))
     from tridock.ops.runs.registry import choose_run, stop
 
-    session, failure = reachable(open_session(arguments))
     run = choose_run(session, run_of(arguments), active=True)
     nodes = stop(session, run)
     if not arguments.quiet:
@@ -271,10 +271,10 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 def _runs(arguments: argparse.Namespace) -> int:
     """List all runs with their state, newest first."""
+    session = open_session(arguments)
     from tridock.ops.runs.registry import ask_for_runs, list_runs
     from tridock.report.run_tables import history_table
 
-    session = open_session(arguments)
     ask_for_runs(session)
     session.reads_keys = False
     session, failure = session.reachable()

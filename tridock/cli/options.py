@@ -220,14 +220,18 @@ def hostfile_of(arguments: argparse.Namespace) -> Path:
 def open_session(
     arguments: argparse.Namespace, change: Callable[[Cluster], Cluster] = lambda cluster: cluster
 ) -> Session:
-    """The cluster that the options name, as ``change`` leaves it. Contacts no host yet."""
+    """The cluster that the options name, as ``change`` leaves it. Contacts no host yet.
+
+    Call it before the imports that a command needs: until they are done, ssh has looked up where the hosts are.
+    """
     hostfile = hostfile_of(arguments)
     try:
         from tridock.ops.hosts.session import Session
+
+        session = Session.open(hostfile, arguments.include, arguments.exclude, change)
     except ModuleNotFoundError as missing:
         todo = "run it on the machine from which you manage the hosts: a node has no access to them"
         raise RequestError(Problem("--hosts", "needs the package fabric", str(missing), todo)) from None
-    session = Session.open(hostfile, arguments.include, arguments.exclude, change)
     session.quiet = getattr(arguments, "quiet", False)
     return session
 

@@ -65,9 +65,9 @@ def _run(arguments: argparse.Namespace) -> int:
     """
     if arguments.slurm is not None:
         return _run_under_slurm(arguments)
+    session = open_session(arguments, lambda cluster: _cluster(arguments, cluster))
     from tridock.ops.runs import command
 
-    session = open_session(arguments, lambda cluster: _cluster(arguments, cluster))
     experiment = _experiment(arguments)
     prepared = command.prepare(session, experiment, _code_folder(arguments))
     if arguments.dry_run:
@@ -117,10 +117,10 @@ def _code_folder(arguments: argparse.Namespace) -> Path:
 
 
 def _cluster(arguments: argparse.Namespace, cluster: Cluster) -> Cluster:
-    from tridock.cluster.schema import IMAGE_NAME
-    from tridock.ops.image.wrap import has_layer
-
     if (image := arguments.image) is not None:
+        from tridock.cluster.schema import IMAGE_NAME
+        from tridock.ops.image.wrap import has_layer
+
         if not re.fullmatch(IMAGE_NAME, image):
             raise RequestError(Problem("--image", "is not the name of an image", repr(image), "write name:tag"))
         cluster = cluster.with_image(image, wrap=not has_layer(image))

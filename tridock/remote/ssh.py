@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Final, Generic, TypeVar, cast
 
 import paramiko
@@ -33,7 +34,7 @@ from tridock.remote.host import (
     shortened,
     timed_out,
 )
-from tridock.remote.ssh_target import Wanted
+from tridock.remote.ssh_config import Target, Wanted, resolve
 
 T = TypeVar("T")
 _GRACE_S: Final = 2.0
@@ -218,10 +219,13 @@ class SshHost(Host):
         config_file: str | None = None,
         connect_timeout: float = 10.0,
         retries: int = 4,
+        look_up: Callable[[], Target] | None = None,
     ) -> None:
+        """``look_up`` returns the target that ssh would use, if that is asked elsewhere."""
         self.name, self.address = name, address or name
         wanted = Wanted(user, port, identity_file, config_file)
-        self._connector = ssh_connection.Connector(name, self.address, wanted, connect_timeout, retries)
+        look_up = look_up or partial(resolve, name, self.address, wanted)
+        self._connector = ssh_connection.Connector(name, look_up, config_file, connect_timeout, retries)
         self._timeout = connect_timeout
         self._lock = threading.Lock()
         self._connections: tuple[Connection, ...] = ()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,15 +18,8 @@ import paramiko
 from fabric import Config, Connection
 
 from tridock.errors import ClusterError, TridockError
-from tridock.remote.ssh_target import (
-    Target,
-    UnknownHostKeyError,
-    Wanted,
-    connection_problem,
-    is_transient,
-    known_keys,
-    resolve,
-)
+from tridock.remote.ssh_config import Target, Wanted, resolve
+from tridock.remote.ssh_target import UnknownHostKeyError, connection_problem, is_transient, known_keys
 
 _FIRST_WAIT_S: Final = 0.25
 _LONGEST_WAIT_S: Final = 4.0
@@ -39,17 +33,17 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Connects to one host; ``name`` is the node's name in messages."""
+    """Connects to one host; ``name`` is the node's name in messages. ``look_up`` returns its target."""
 
     name: str
-    address: str
-    wanted: Wanted
+    look_up: Callable[[], Target]
+    config_file: str | None
     timeout: float
     retries: int
 
     def connect(self) -> Connection:
         """Returns an open connection. Raises :class:`ClusterError` if the retries are used up or cannot help."""
-        target = resolve(self.name, self.address, self.wanted)
+        target = self.look_up()
         wait = _FIRST_WAIT_S
         for left in range(self.retries, -1, -1):
             connection = self._connection_to(target, target.jumps)
@@ -106,7 +100,7 @@ class Connector:
     def _gateway(self, jumps: tuple[str, ...]) -> Connection:
         user, _, host = jumps[-1].rpartition("@")
         address, port = _host_and_port(host)
-        wanted = Wanted(user or None, port, None, self.wanted.config_file)
+        wanted = Wanted(user or None, port, None, self.config_file)
         hop = resolve(self.name, address, wanted)
         # The previous hops were listed with this one; the first hop may have jump hosts of its own.
         return self._connection_to(hop, jumps[:-1] or hop.jumps)

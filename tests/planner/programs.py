@@ -16,6 +16,7 @@ from tridock.engines import Engine
 from tridock.engines.megatron_core.engine import MegatronCore
 from tridock.engines.megatron_lm.engine import MegatronLM
 from tridock.engines.torch.engine import Torch
+from tridock.engines.torch.fsdp import shards_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout.activations import Sizes, head_inputs, sizes_of
@@ -149,6 +150,17 @@ class Torchtitan(Torch):
         return (keys + wide + ffn) / (products + attention)
 
 
+class FmsFsdp(Torch):
+    """IBM's trainer (foundation-model-stack/fms-fsdp): FSDP reduces gradients in bf16 (``policies/mixed_precision.py``,
+    ``bfSixteen``)."""
+
+    def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
+        found, weights = super().sent(experiment, shape, stage), self.parameters(experiment, stage).total
+        shards = shards_of(experiment, shape.data)
+        saved = all_gather(shards, 2 * weights) + all_reduce(shape.data // shards, 2 * weights / shards)
+        return replace(found, gradient_bytes=found.gradient_bytes - saved)
+
+
 class Megatron2021(MegatronCore):
     """Megatron-LM before February 2022: a gradient is added to its fp32 sum after its product (NVIDIA/Megatron-LM,
     commit 83b1e42f30)."""
@@ -204,6 +216,7 @@ PROGRAMS: Final[Mapping[str, Engine]] = {
     "megatron-lm, transformer engine": MegatronWithKernels(),
     "nemo, bf16": Nemo(),
     "nemo, fp8": NemoFp8(),
+    "fms-fsdp": FmsFsdp(),
     "torchtitan": Torchtitan(selective=False),
     "torchtitan, selective": Torchtitan(selective=True),
 }

@@ -41,6 +41,8 @@ class Traffic:
     pipeline's, where it is what the slowest stage sends."""
     messages: int = 1
     """Sequential collectives, or messages, that a rank waits for."""
+    together: int = 1
+    """Ranks of the group on one node."""
     hideable: float = 0.0
     """Share of ``waits`` that computation can hide if it takes long enough: for the tensor parallel group, the
     computation of weight gradients."""
@@ -105,10 +107,10 @@ def _placed(
 ) -> Traffic:
     """Places a group of ranks that are ``stride`` apart."""
     inside = stride * size <= shape.slots and shape.slots % (stride * size) == 0
-    together = 1 if stride >= shape.slots else min(size, shape.slots // stride)
+    together = size if inside else 1 if stride >= shape.slots else min(size, shape.slots // stride)
     sharing = stride if inside else max(1, shape.slots // together)
     link: Link = "node" if inside else "network"
-    return Traffic(group, size, link, sharing, round(volume), round(volume), messages, hideable)
+    return Traffic(group, size, link, sharing, round(volume), round(volume), messages, together, hideable)
 
 
 def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
@@ -190,7 +192,7 @@ def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> I
     hideable = steady / (steady + size - 1) if sent.hides_pipeline else 0.0
     link: Link = "network" if network else "node"
     sharing = min(stride, shape.slots)
-    yield Traffic("pipeline", size, link, sharing, volume, waits, 2 * (steady + size - 1), hideable)
+    yield Traffic("pipeline", size, link, sharing, volume, waits, 2 * (steady + size - 1), size, hideable)
 
 
 def _data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iterator[Traffic]:

@@ -48,6 +48,8 @@ class Estimate:
     elementwise: float
     recomputed: float
     launches: float
+    contention: float
+    """What computation takes longer because communication occupies units of the device beside it."""
     bubble: float
     tensor_and_context: float
     pipeline: float
@@ -67,6 +69,7 @@ class Estimate:
             "other kernels": self.elementwise,
             "recomputation": self.recomputed,
             "launches": self.launches,
+            "contention": self.contention,
             "bubble": self.bubble,
             "inside layers": self.tensor_and_context,
             "between stages": self.pipeline,
@@ -154,10 +157,13 @@ def _estimate(
     seconds = {one.group: rates.seconds(one) for one in exchanged}
     products = engine_of(experiment).sent(experiment, shape, 0).tensor_overlap == "products"
     beside_tensor = slowest.products if products else slowest.column_gradients
+    contention = 0.0
     for one in exchanged:
         behind = steps * (beside_tensor if one.group == "tensor" else slowest.total)
-        hidden = min(behind, rates.carried(one, one.waits * one.hideable))
-        seconds[one.group] -= hidden if rates.overlaps else 0.0
+        hidden = min(behind, rates.carried(one, one.waits * one.hideable)) if rates.overlaps else 0.0
+        seconds[one.group] -= hidden
+        # Pieces beside products are copied without NCCL, and so are not counted.
+        contention += 0.0 if products and one.group == "tensor" else hidden * rates.occupied(one)
     # Communication inside layers is part of every micro batch's work, also while the pipeline fills.
     inside = sum(seconds.get(group, 0.0) for group in ("tensor", "context", "expert", "expert tensor"))
     compute = steps * slowest.total
@@ -168,9 +174,14 @@ def _estimate(
     optimizer = pass_seconds(rates.device, moved)
     summed = seconds.get("data", 0.0) + seconds.get("expert data", 0.0)
     exposed = _exposed(experiment, shape, summed, compute) if rates.overlaps else summed
+    contention += sum(
+        (summed - exposed) * seconds[one.group] / summed * rates.occupied(one)
+        for one in exchanged
+        if one.group in ("data", "expert data") and summed
+    )
     gradients = exposed + seconds.get("embedding", 0.0)
     offload = _offloading(engine_of(experiment).host_work(experiment, shape), _BACKWARD * compute)
-    total = compute + bubble + inside + seconds.get("pipeline", 0.0) + gradients + optimizer + offload
+    total = compute + contention + bubble + inside + seconds.get("pipeline", 0.0) + gradients + optimizer + offload
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages * shape.data
     mfu = None if rates.peak_tflops is None else model_flops / total / ranks / (rates.peak_tflops * 1e12)
     return Estimate(
@@ -179,6 +190,7 @@ def _estimate(
         elementwise=steps * slowest.elementwise,
         recomputed=steps * slowest.recomputed,
         launches=steps * slowest.launches,
+        contention=contention,
         bubble=bubble,
         tensor_and_context=inside,
         pipeline=seconds.get("pipeline", 0.0),

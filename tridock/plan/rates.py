@@ -36,6 +36,11 @@ _NETWORK_SHARE: Final = 0.85
 _LATENCY_S: Final[Mapping[str, float]] = {"node": 50e-6, "network": 110e-6}
 """Time of one collective besides that of its bytes at the full rate: 40 us for 32 KiB to 95 us for 64 MiB on eight
 H200, 112 us for 4 MiB on four nodes (Bekman); 66 us on eight B200 (SimuMax)."""
+_HOP_S: Final[Mapping[str, float]] = {"node": 3.4e-6, "network": 14e-6}
+"""Time of one step of a ring from rank to rank besides that of its bytes (NCCL, ``src/graph/tuning.cc``, Simple)."""
+_CHANNELS: Final[Mapping[str, int]] = {"node": 24, "network": 16}
+"""Blocks of threads of NCCL's kernels, each of which occupies a unit while it waits for other ranks: 24 over NVSwitch
+(log in NVIDIA/nccl-tests, issue 100), 16 over a network (NVIDIA/nccl, issue 652)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,16 @@ class Rates:
     def seconds(self, one: Traffic) -> float:
         """Returns the time of a group's communication if only groups of its kind use its link."""
         latency = self.links[one.link][0] if one.link in self.links else _LATENCY_S[one.link]
-        return one.messages * latency * self.slower.get(one.link, 1.0) + self.carried(one, one.waits)
+        nodes = -(-one.size // one.together)
+        ring = (one.size - nodes) * _HOP_S["node"] + (nodes - 1) * _HOP_S["network"]
+        return one.messages * max(latency, ring) * self.slower.get(one.link, 1.0) + self.carried(one, one.waits)
+
+    def occupied(self, one: Traffic) -> float:
+        """Returns the share of the device that a group's communication takes from the computation beside it."""
+        is_pcie = one.link == "node" and self.link_gb_s <= _PCIE_GB_S  # few channels saturate it
+        if self.device is None or self.device.flat or not self.device.tiled or is_pcie:
+            return 0.0
+        return _CHANNELS[one.link] / self.device.units
 
     def carried(self, one: Traffic, moved: float) -> float:
         """Returns the time to move a rank's bytes in a group, without the latency of its messages."""

@@ -9,6 +9,7 @@ from tridock.gpus import GPUS
 from tridock.layout.traffic import Traffic
 from tridock.plan import Assumptions, assess
 from tridock.plan.cost import Estimate
+from tridock.plan.rates import Rates
 
 LAYERS, PASSES = 4, 5
 BASE: dict[str, Any] = {
@@ -49,6 +50,24 @@ def test_what_the_computing_does_not_cover(fields: dict[str, Any], window: float
     assert slow.gradients == pytest.approx(alone - window * slow.compute)
     fast, alone = estimated(10_000.0, fields)
     assert fast.gradients == pytest.approx(alone / LAYERS)  # the last layer's come when all is computed
+
+
+def test_communication_takes_units_from_the_computation_beside_it() -> None:
+    """NCCL's 16 channels over a network, of an A100's 108 units."""
+    found, alone = estimated(1000.0, {"parallel.strategy": "fsdp"})
+    assert found.contention == pytest.approx((alone - found.gradients) * 16 / 108)
+    assert found.iteration == pytest.approx(sum(found.terms.values()))
+    waiting, _ = estimated(1000.0, {"parallel.strategy": "fsdp"}, overlaps=False)
+    assert waiting.contention == 0.0
+    assert waiting.iteration > found.iteration
+
+
+def test_rings_take_a_step_for_every_rank() -> None:
+    """An all-gather of a layer on 64 nodes: 63 steps over the network, 448 inside nodes (NCCL's own model)."""
+    rates = Rates.of(GPUS["h100-80gb"], "bf16", None, None)
+    few, many = (Traffic("data", ranks, "network", 1, 0, 0, 1, 8) for ranks in (16, 512))
+    assert rates.seconds(few) == pytest.approx(110e-6)  # measured
+    assert rates.seconds(many) == pytest.approx(63 * 14e-6 + 448 * 3.4e-6)
 
 
 @pytest.mark.parametrize(

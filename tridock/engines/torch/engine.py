@@ -157,12 +157,18 @@ class Torch(Engine):
         return zero_sent(experiment, shape, weights, Sent(0.0, embedding))
 
     def summed_bytes(self, experiment: Experiment) -> float:
-        """DDP's autocast casts fp32 weights, and short gradients back, for each micro batch; FSDP2 accumulates in
-        fp32."""
-        short = FORMAT_BYTES[experiment.precision]
-        if experiment.parallel.strategy == "zero" or short == 4:
+        """DDP's autocast casts fp32 weights, and short gradients back, for each micro batch. FSDP2 copies the weights
+        out of each of two gathered buffers, and the gradients, in fp32, into the one that is scattered
+        (``torch.distributed.fsdp._fully_shard._fsdp_collectives``, on the stream that computes)."""
+        short, replicas = FORMAT_BYTES[experiment.precision], 2
+        if experiment.parallel.strategy == "zero":
             return super().summed_bytes(experiment)
-        return short + 8.0 + (0.0 if is_sharded(experiment) else 2 * (short + 4.0))
+        copied = 2 * 2.0 * short if shards_of(experiment, replicas) > 1 else 0.0
+        if scatters_each(experiment, replicas):
+            return copied + short + 4.0
+        if short == 4:
+            return copied + super().summed_bytes(experiment)
+        return copied + short + 8.0 + (0.0 if is_sharded(experiment) else 2 * (short + 4.0))
 
     def kernels(self, experiment: Experiment) -> float:
         """Compiled layers have few kernels besides their products and attention."""

@@ -206,19 +206,19 @@ def test_hosts_are_looked_up_once_ahead_and_then_anew(monkeypatch: pytest.Monkey
             go_on.wait(10)
         if name == "c":
             raise RequestError(Problem("c", "ssh cannot read its configuration", "", ""))
-        return f"target {len(asked)}"
+        return f"target of {name}"
 
     monkeypatch.setattr(ssh_config, "resolve", slow)
     lookups = Lookups({"a": "host-a", "b": "host-b", "c": "host-c"}, Wanted())
     assert first.wait(10)
-    assert lookups.target("b") == "target 2"  # it does not wait for its turn
+    assert lookups.target("b") == "target of b"  # it does not wait for its turn
     go_on.set()
     with pytest.raises(RequestError, match="cannot read"):
         lookups.target("c")
-    assert lookups.target("a") == "target 2"
-    assert asked == ["host-a", "host-b", "host-c"]
+    assert lookups.target("a") == "target of a"
+    assert sorted(asked) == ["host-a", "host-b", "host-c"]
     lookups.target("a")
-    assert asked == ["host-a", "host-b", "host-c", "host-a"]
+    assert asked[3:] == ["host-a"]
 
 
 def test_known_keys_by_the_names_that_ssh_uses(tmp_path: Path) -> None:

@@ -24,8 +24,14 @@ BATCH = {"micro_batch_size": 1, "global_batch_size": 2}
 SAVES = {"train_iters": 3, "log_interval": 100, "save": True, "save_interval": 100, "tensorboard": True}
 
 
-def waits(engine: str, cases: list[tuple[int, dict[str, Any], str]], *program: str, **others: Any) -> list[Any]:
-    model = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+def waits(
+    engine: str,
+    cases: list[tuple[int, dict[str, Any], str]],
+    *program: str,
+    model: dict[str, Any] | None = None,
+    **others: Any,
+) -> list[Any]:
+    model = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **(model or {})}
     made = [
         case(engine, world, model, parallel, precision=kind, batch=BATCH, **others) for world, parallel, kind in cases
     ]
@@ -38,6 +44,12 @@ def test_engine_torch() -> None:
     ddp, fsdp, tensor, stages = waits("torch", [(2, parallel, "fp16") for parallel in layouts])
     assert (ddp, fsdp, stages) == ({}, {}, {})
     assert tensor == {"lift_fresh gpt.py:forward": 2}  # torch's vocabulary parallel embedding, in each micro-batch
+
+
+def test_experts_of_engine_torch() -> None:
+    """Each layer reads once, in each micro-batch, how many tokens every expert takes."""
+    model = {"num_moe_experts": 4, "num_layers": 2}
+    assert waits("torch", [(2, {"strategy": "fsdp"}, "bf16")], model=model) == [{"tolist gpt.py:_mixture": 2}]
 
 
 def test_zero() -> None:

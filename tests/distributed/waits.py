@@ -1,9 +1,9 @@
 """How often a rank waits for its device in one optimizer step.
 
 Reads a case a line, ``[experiment, world size]`` in JSON, and answers each with a line: by name, the operations of the
-second step which on a GPU wait for it (``item``, ``bool``, a mask as an index) or copy a value from the host
-(``torch.tensor`` with numbers), by the function of Tridock that calls them; DeepSpeed's and megatron-core's own are
-theirs. Ranks of engine ``torch`` are real: its pipelines and DDP want answers.
+second step which on a GPU wait for it (``item``, ``tolist``, ``bool``, a mask as an index) or copy a value from the
+host (``torch.tensor`` with numbers), by the function of Tridock that calls them; DeepSpeed's and megatron-core's own
+are theirs. Ranks of engine ``torch`` are real: its pipelines and DDP want answers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import json
 import os
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +37,21 @@ from tridock.train.rank.process_group import Ranks
 
 OWNERS = ("/tridock/train/", "/megatron/", "/deepspeed/")
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh")
+READS = ("tolist", "cpu", "numpy")
+"""Methods that wait too, and are no operation where the tensor is on the host."""
+
+
+class Reads(TorchFunctionMode):
+    """Calls ``seen`` with the name of each of these methods."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READS:
+            self.seen(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class Waits(TorchDispatchMode):
@@ -46,13 +63,26 @@ class Waits(TorchDispatchMode):
         self.places: Counter[str] = Counter()
         self.open = True
         """Whether it counts what no operation of a tensor is."""
+        self.reads = Reads(self.count)
+
+    def __enter__(self) -> Self:
+        self.reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.reads.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in WAITS:
-            last = [it for it in traceback.extract_stack() if any(one in it.filename for one in OWNERS)][-1]
-            if any(one in last.filename for one in self.counted):
-                self.places[f"{func._schema.name.removeprefix('aten::')} {Path(last.filename).name}:{last.name}"] += 1
+            self.count(func._schema.name.removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
+
+    def count(self, name: str) -> None:
+        last = [it for it in traceback.extract_stack() if any(one in it.filename for one in OWNERS)][-1]
+        if any(one in last.filename for one in self.counted):
+            self.places[f"{name} {Path(last.filename).name}:{last.name}"] += 1
 
 
 def strategy_of(experiment: Experiment, ranks: Ranks) -> tuple[Strategy, list[torch.Tensor]]:

@@ -194,9 +194,12 @@ class Layer(nn.Module):
         mixed = torch.zeros_like(tokens) if self.shared_expert is None else self.shared_expert(tokens)
         if self.shared_expert_gate is not None:
             mixed = mixed * self.shared_expert_gate(tokens).sigmoid()
-        for number, expert in self.experts.items():
-            places, rank = (chosen == int(number)).nonzero(as_tuple=True)
-            mixed.index_add_(0, places, expert(tokens[places]) * shares[places, rank, None])
+        numbers, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, torch.arange(len(self.experts), device=x.device), right=True)
+        # The host waits for the device here, once per layer.
+        for expert, own in zip(self.experts.values(), order.tensor_split(ends[:-1].tolist()), strict=True):
+            places = own // self.active_experts
+            mixed.index_add_(0, places, expert(tokens[places]) * shares.flatten()[own, None])
         return mixed.view_as(x)
 
     def _wide(self, x: Tensor) -> Tensor:

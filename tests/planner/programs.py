@@ -113,6 +113,7 @@ class Torchtitan(Torch):
       file, keeps what attention and every second matrix product give: those of queries and values, the first matrix of
       the MLP and its last one.
     - The loss has all logits in fp32; the output of the model is freed before the backward pass (``train.py``).
+    - Norms are single operations in fp32 unless layers are compiled (``models/norms.py``).
     """
 
     def __init__(self, *, selective: bool) -> None:
@@ -138,6 +139,9 @@ class Torchtitan(Torch):
         kept = sizes.heads + values + sizes.heads + sizes.attention + sizes.ffn + sizes.hidden + scattered
         layers = layers_of_stage(experiment, stage)
         return [Term("outputs of operations", round(layers * kept), "selective activation checkpointing")]
+
+    def stepwise_norms(self, experiment: Experiment, _gpu: Gpu) -> bool:
+        return not experiment.train.compile
 
     def recomputed_share(self, experiment: Experiment) -> float:
         """The share of a layer's forward FLOPs that the backward pass repeats."""

@@ -211,6 +211,10 @@ class Engine(ABC):
         """Whether rotary embeddings are one kernel."""
         return False
 
+    def stepwise_norms(self, experiment: Experiment, gpu: Gpu) -> bool:
+        """Whether RMSNorm is computed step by step, by the torch of this GPU's base image."""
+        return gpu.stepwise_norms and not experiment.train.compile
+
     def gpu_terms(self, _experiment: Experiment, _shape: Shape) -> list[Term]:
         """Returns memory that a rank has from step to step only on GPUs that support it."""
         return []

@@ -30,6 +30,9 @@ _JOINED: Final = (4 - 1, 4 - 2)
 """Bytes that joining the halves moves, less what the tensors inside attention count for the rotated copies."""
 _CAST: Final = 3
 """Autocast reads a weight in four bytes and writes its copy in two; backward it does the same with the gradient."""
+_STEPWISE_NORM: Final = (36 - 4, 92 - 8)
+"""Bytes that RMSNorm's single operations in fp32 move for each short number, forward and backward, less those of its
+kernel (``tests/unit/train/test_layer_kernels.py``)."""
 _LOSS_BYTES: Final = 28
 """Bytes moved for each logit, forward and backward: to fp32 and back (6 and 6), softmax (8), its gradient (8)."""
 
@@ -82,12 +85,14 @@ def stage_time(
     attention: Attention = "fused",
     kernels: float = 1.0,
     fuses_rotation: bool = False,
+    stepwise_norms: bool = False,
 ) -> StageTime:
     """Returns the time of one micro batch. ``rows``: of the token table, over all tensor parallel ranks.
     ``summed_bytes``: bytes read and written of a weight for each micro batch, as its gradient is accumulated.
-    ``kernels``: share of a layer's kernels that remains when the layer is compiled."""
+    ``kernels``: share of a layer's kernels that remains when the layer is compiled. ``stepwise_norms``: of a torch
+    without an RMSNorm kernel."""
     layers = layers_of_stage(experiment, stage)
-    moved = between_bytes(experiment, sizes, fuses_rotation=fuses_rotation)
+    moved = between_bytes(experiment, sizes, fuses_rotation=fuses_rotation, stepwise_norms=stepwise_norms)
     forward, backward, column = _layer(experiment, device, sizes, attention, kernels, moved)
     again = recomputed_layers(experiment, layers) * forward.total(device)
     if experiment.model.recompute_granularity == "selective":
@@ -169,7 +174,9 @@ def expert_matrices(experiment: Experiment, tokens: int) -> list[tuple[int, int,
     return [(rows, ffn * (2 if model.swiglu else 1), model.hidden_size), (rows, model.hidden_size, ffn)] * count
 
 
-def between_bytes(experiment: Experiment, sizes: Sizes, *, fuses_rotation: bool) -> tuple[float, float]:
+def between_bytes(
+    experiment: Experiment, sizes: Sizes, *, fuses_rotation: bool, stepwise_norms: bool = False
+) -> tuple[float, float]:
     """Returns the bytes read and written between the products of a layer, forward and backward."""
     model = experiment.model
     fused = 8 * sizes.residual + 2 * sizes.between + 4 * sizes.dropout + sizes.mlp + sizes.inner / 2
@@ -180,7 +187,13 @@ def between_bytes(experiment: Experiment, sizes: Sizes, *, fuses_rotation: bool)
         heads = (model.attention_size + model.key_size) / experiment.parallel.tensor_model_parallel_size
         numbers, share = sizes.tokens * heads * sizes.short / 2, model.rotary_size / model.head_size
         rotation = (numbers * (_ROTATION[0] * share + _JOINED[0]), numbers * (_ROTATION[1] * share + _JOINED[1]))
-    return fused + casts + rotation[0], 2 * fused + casts + rotation[1]
+    norms = 0.0
+    if stepwise_norms and model.normalization != "LayerNorm":
+        heads = model.attention_size + model.key_size if model.qk_layernorm else 0
+        norms = 2 * sizes.between / sizes.short
+        norms += sizes.tokens * heads / experiment.parallel.tensor_model_parallel_size
+    forward, backward = (norms * moved for moved in _STEPWISE_NORM)
+    return fused + casts + rotation[0] + forward, 2 * fused + casts + rotation[1] + backward
 
 
 def _unfused(experiment: Experiment, device: Device, size: int, heads: float) -> tuple[float, float]:

@@ -245,5 +245,6 @@ def _stage_times(experiment: Experiment, rates: Rates, device: Device) -> dict[t
                 attention=rates.attention,
                 kernels=engine.kernels(experiment),
                 fuses_rotation=engine.fuses_rotation(experiment),
+                stepwise_norms=rates.gpu is not None and engine.stepwise_norms(experiment, rates.gpu),
             )
     return found

@@ -129,7 +129,7 @@ def memory_of_stage(
     took less memory than its plan.
     """
     device: Device = "cpu" if gpu is None else "cuda"
-    stepwise = gpu is not None and gpu.stepwise_norms
+    stepwise = gpu is not None and engine_of(experiment).stepwise_norms(experiment, gpu)
     train = experiment.train
     copies = train.save and train.async_save and train.save_interval > 0
     weights = engine_of(experiment).parameters(experiment, stage)

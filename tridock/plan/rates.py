@@ -67,6 +67,7 @@ class Rates:
     attention: Attention = "fused"
     overlaps: bool = True
     """Whether engines overlap communication with computation."""
+    gpu: Gpu | None = None
 
     @classmethod
     def of(
@@ -103,7 +104,7 @@ class Rates:
         if gpu.tflops_8 is not None and precision != "fp32":
             device = replace(device, fp8=gpu.tflops_8 / peak)
         text = f"assumed: {kernels.matmul_share:.0%} of the peak in large products"
-        return cls(kernels.matmul_share * peak, text, link, network, source, memory, peak, device)
+        return cls(kernels.matmul_share * peak, text, link, network, source, memory, peak, device, gpu=gpu)
 
     def measured(self, calibration: Calibration, precision: str, source: str) -> Self:
         """Returns these rates with the measured ones where available; a given network rate stays."""

@@ -41,3 +41,16 @@ def test_a_norm_keeps_4_bytes_more_for_each_element(engine: str) -> None:
 
 def test_other_norms_and_layers_have_a_kernel() -> None:
     assert kept({}, "v100-32gb") == kept({}, "t4")
+
+
+def test_a_step_takes_longer_unless_it_is_compiled() -> None:
+    def kernels(gpu: str, fields: dict[str, Any]) -> float:
+        cost = assess(with_fields(BASE, fields), {"a": range(1)}, "t", Assumptions(GPUS[gpu])).cost
+        assert cost is not None
+        assert cost.estimate is not None
+        return cost.estimate.elementwise
+
+    compiled = {**RMS, "train.compile": True}
+    assert kernels("v100-32gb", RMS) > 1.15 * kernels("v100-32gb", compiled)
+    assert kernels("v100-32gb", compiled) == pytest.approx(kernels("v100-32gb", {"train.compile": True}), rel=0.01)
+    assert kernels("a100-80gb", RMS) == pytest.approx(kernels("a100-80gb", compiled))

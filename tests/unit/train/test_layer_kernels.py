@@ -1,6 +1,7 @@
 """The bytes that the kernels of a layer move, counted while it runs, against what the planner's times assume."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,3 +89,21 @@ def test_a_layer_moves_what_the_planner_counts(fields: dict[str, Any]) -> None:
     counted = moved(experiment)
     assert counted == (pytest.approx(planned[0], rel=0.13), pytest.approx(planned[1], rel=0.13))
     assert sum(counted) == pytest.approx(sum(planned), rel=0.07)
+
+
+def rms_norm(x: Tensor, _: object, weight: Tensor, eps: float | None = None) -> Tensor:
+    """As torch 2.6 computes it on GPUs, operation by operation (``aten/src/ATen/native/layer_norm.cpp``)."""
+    whole = x.float()
+    inverse = whole.pow(2).mean(-1, keepdim=True).add(eps or 1e-6).rsqrt()
+    return whole.mul(inverse).type_as(x).mul(weight)
+
+
+def test_norms_without_a_kernel() -> None:
+    fields = {**_FIELDS, **_LLAMA, "parallel.strategy": "fsdp", "model.normalization": "RMSNorm"}
+    experiment = with_fields(_BASE, fields)
+    with mock.patch.object(torch.nn.functional, "rms_norm", rms_norm):
+        counted = moved(experiment)
+    sizes = Torch().sizes(experiment, "cuda")
+    planned = between_bytes(experiment, sizes, fuses_rotation=False, stepwise_norms=True)
+    assert counted == (pytest.approx(planned[0], rel=0.13), pytest.approx(planned[1], rel=0.13))
+    assert sum(planned) > 1.5 * sum(between_bytes(experiment, sizes, fuses_rotation=False))

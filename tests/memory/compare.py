@@ -81,9 +81,9 @@ def _figures(name: str, memory: StageMemory, rank: Mapping[str, Any]) -> Iterato
     for what, value in zip(STATES, persistent, strict=True):
         yield Compared(name, memory.stage, what, terms.get(what, 0), value)
     temporary = memory.total_bytes - sum(terms.get(what, 0) for what in STATES)
-    # What torch's pipelines keep between steps, their buffers, is a part of the step in the plan.
+    # What the pipelines of torch and DeepSpeed keep between steps, their buffers, is a part of the step in the plan.
     buffers = rank["live_before_step"] - persistent[0] - sum(rank["gradients"].values()) - persistent[2]
-    seen = rank["step_peak"] + bucket + (buffers if name.startswith("torch-") else 0)
+    seen = rank["step_peak"] + bucket + (0 if name.startswith("megatron-core-") else buffers)
     yield Compared(name, memory.stage, "step", temporary, seen)
 
 

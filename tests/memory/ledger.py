@@ -82,7 +82,7 @@ class Ledger(TorchDispatchMode):
         self.entries: dict[int, Entry] = {}
         self.live = self.peak = self.peak_at = self.count = 0
         self.look_at = -1
-        self.looked: dict[int, Entry] = {}
+        self.looked: dict[int, tuple[Entry, int]] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Self:
@@ -108,8 +108,6 @@ class Ledger(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._note(leaf, func)
         self._note_peak()
-        if self.count == self.look_at:
-            self.looked = dict(self.entries)
         return given
 
     def _note(self, tensor: Tensor, func: Any) -> None:
@@ -133,8 +131,11 @@ class Ledger(TorchDispatchMode):
             self._note_peak()
 
     def _note_peak(self) -> None:
+        """After each operation, and each change of a storage's size, which has no operation of its own."""
         if self.live > self.peak:
             self.peak, self.peak_at = self.live, self.count
+        if self.count == self.look_at and self.live > sum(size for _, size in self.looked.values()):
+            self.looked = {key: (entry, entry.bytes) for key, entry in self.entries.items()}
 
     def _gone(self, key: int) -> None:
         self.live -= self.entries.pop(key).bytes

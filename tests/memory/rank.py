@@ -89,11 +89,16 @@ class Measure:
     def _look(self, step: Step, *_: Any) -> Any:
         before = self.ledger.restart()
         persistent = dict(self.ledger.entries)
+        sizes = {key: entry.bytes for key, entry in persistent.items()}
         with self.place.followed():
             given = step()
-        transient = [entry for key, entry in self.ledger.looked.items() if persistent.get(key) is not entry]
-        self.at_peak = [f"{entry.bytes} | {entry.made_by}" for entry in transient]
-        self.at_peak.append(f"{sum(entry.bytes for entry in transient)} in all; peak {self.ledger.peak - before}")
+        looked = self.ledger.looked
+        now = {key: size for key, (entry, size) in looked.items() if persistent.get(key) is not entry}
+        self.at_peak = [f"{size} | {looked[key][0].made_by}" for key, size in now.items()]
+        freed = sum(size for key, size in sizes.items() if looked.get(key, (None,))[0] is not persistent[key])
+        grown = sum(size - sizes[key] for key, (_, size) in looked.items() if key in sizes and key not in now)
+        summed = f"{sum(now.values())} in all, {grown} more in what lived before, less {freed} of it freed by now"
+        self.at_peak.append(f"{summed}; peak {self.ledger.peak - before}")
         return given
 
 

@@ -33,6 +33,24 @@ def test_storages_count_once_and_as_long_as_they_live() -> None:
     assert ledger.live == 0
 
 
+def test_a_look_at_the_peak_sees_a_storage_that_grew() -> None:
+    """As FSDP2's gathered weights do, without an operation of their own."""
+    ledger = Ledger(Place())
+
+    def step() -> None:
+        kept, empty = torch.ones(ROWS), torch.empty(0)
+        empty.untyped_storage().resize_(IN * FLOAT)
+        del kept, empty
+
+    with ledger:
+        ledger.restart()
+        step()
+        ledger.look_at = ledger.peak_at
+        ledger.restart()
+        step()
+    assert sum(size for _, size in ledger.looked.values()) == ledger.peak == (ROWS + IN) * FLOAT
+
+
 def test_what_the_graph_saves() -> None:
     """A linear layer saves its input and its weight, gelu its input, and the square its input."""
     model = torch.nn.Sequential(torch.nn.Linear(IN, OUT), torch.nn.GELU())

@@ -66,7 +66,7 @@ class Scaling(MegatronCore):
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         return sizes_of(experiment, device, swiglu=4)
 
-    def head_bytes(self, experiment: Experiment, sizes: Sizes, _runs_in_flight: int) -> float:
+    def head_bytes(self, experiment: Experiment, sizes: Sizes, _accumulation: int) -> float:
         """In the backward pass: the logits, their softmax's logarithm, and the gradients of both."""
         logits = sizes.tokens * self.rows_of_vocabulary(experiment)
         return head_inputs(sizes) + logits * (sizes.short + 4 + 4 + 4)
@@ -124,7 +124,7 @@ class Torchtitan(Torch):
         shared = {name: getattr(found, name) / tensor for name in ("between", "residual", "norm", "inputs", "dropout")}
         return replace(found, **shared)
 
-    def head_bytes(self, experiment: Experiment, sizes: Sizes, _runs_in_flight: int) -> float:
+    def head_bytes(self, experiment: Experiment, sizes: Sizes, _accumulation: int) -> float:
         """In the backward pass: the softmax's logarithm, and the gradients of it and of the logits."""
         rows = self.rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
         return head_inputs(sizes) + 3 * sizes.tokens * rows * 4

@@ -12,7 +12,15 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout import Plan
-from tridock.layout.activations import Attention, Sizes, activation_terms, head_bytes, with_scores, with_stepwise_norms
+from tridock.layout.activations import (
+    Attention,
+    Sizes,
+    activation_terms,
+    backward_peak,
+    head_bytes,
+    with_scores,
+    with_stepwise_norms,
+)
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
@@ -148,7 +156,7 @@ class Engine(ABC):
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         """Returns the tensors of a layer for one micro batch."""
 
-    def head_bytes(self, experiment: Experiment, sizes: Sizes, _runs_in_flight: int) -> float:
+    def head_bytes(self, experiment: Experiment, sizes: Sizes, _accumulation: int) -> float:
         """Returns the bytes of the output layer and the loss, on the last stage."""
         return head_bytes(experiment, sizes, self.rows_of_vocabulary(experiment), chunked=self.chunks_loss)
 
@@ -169,10 +177,24 @@ class Engine(ABC):
         sizes = self.sizes(experiment, device)
         sizes = with_scores(experiment, sizes) if attention == "unfused" else sizes
         sizes = with_stepwise_norms(experiment, sizes) if stepwise_norms else sizes
-        head = self.head_bytes(experiment, sizes, in_flight(experiment, stage, accumulation))
+        head = self.head_bytes(experiment, sizes, accumulation)
         messages = self.message_bytes(experiment, stage, accumulation, sizes)
-        terms = activation_terms(experiment, stage, accumulation, sizes, head, messages)
+        inside = self.backward_peak(experiment, stage, accumulation, sizes)
+        terms = activation_terms(experiment, stage, accumulation, sizes, head, inside, messages)
         return [*terms, *self.further_terms(experiment, stage, device)]
+
+    def backward_peak(self, experiment: Experiment, stage: int, _accumulation: int, sizes: Sizes) -> float:
+        """Returns the peak of the backward passes of a stage's layers, beyond what they keep. If one rank's embedding
+        and output layer have the same weights, autograd keeps the gradient from the output layer, the first, until it
+        can add the embedding's, the last (``InputBuffer`` of torch's autograd engine)."""
+        tied = not experiment.model.untie_embeddings_and_output_weights
+        held = tied and experiment.parallel.pipeline_model_parallel_size == 1
+        return backward_peak(experiment, stage, sizes) + (self.table_bytes(experiment, sizes) if held else 0.0)
+
+    def table_bytes(self, experiment: Experiment, sizes: Sizes) -> float:
+        """Returns the bytes of a rank's rows of the token table in the format of the matrix products."""
+        rows = self.rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
+        return rows * experiment.model.hidden_size * sizes.short
 
     def further_terms(self, _experiment: Experiment, _stage: int, _device: Device) -> list[Term]:
         """Returns what the engine's layers have in memory besides activations, on a rank of this stage."""

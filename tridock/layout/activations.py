@@ -29,9 +29,12 @@ from tridock.layout.shape import (
 
 Attention = Literal["fused", "flash-2", "flash-triton", "flash-1", "unfused"]
 """What computes attention: the fastest fused kernel of today, an older one, or kernels that write the scores."""
-_TOKEN_BYTES: Final = 8  # int64
+TOKEN_BYTES: Final = 8  # int64
 AFTER_FORWARD: Final = ("logits and loss", "backward pass")
 """Terms of tensors that come after the forward passes of all layers."""
+_LOSS_TOKEN_BYTES: Final = 8 + 6 * 4
+"""What the loss has of each token beside its logits, in ``vocab_parallel_cross_entropy``: the label's row on this rank,
+and in fp32 the largest logit, the label's logit, the sum, its logarithm, the loss and its mask."""
 LOSS_BYTES: Final = 4  # the loss is computed in fp32
 LOSS_CHUNK_BYTES: Final = 1 << 25
 """Logits that are in fp32 at a time where the loss is computed in chunks: the size of a GPU's cache."""
@@ -79,30 +82,37 @@ class Sizes:
 
 
 def activation_terms(
-    experiment: Experiment, stage: int, accumulation: int, sizes: Sizes, head: float, messages: float
+    experiment: Experiment, stage: int, accumulation: int, sizes: Sizes, head: float, inside: float, messages: float
 ) -> list[Term]:
     """Returns the terms of one rank of a stage. ``head``: bytes of the output layer and the loss, on the last stage.
-    ``messages``: bytes of a stage's inputs and outputs that its layers do not keep."""
+    ``inside``: peak of the layers' backward passes, beyond what they keep. ``messages``: bytes of a stage's inputs and
+    outputs that its layers do not keep."""
     layers, stages = layers_of_stage(experiment, stage), experiment.parallel.pipeline_model_parallel_size
     virtual = experiment.parallel.virtual_pipeline_model_parallel_size
     again, passes_in_flight = recomputed_layers(experiment, layers), in_flight(experiment, stage, accumulation)
-    kept_layers = (layers - again) * kept_layer(experiment, sizes)
     kept = kept_bytes(experiment, stage, sizes)
     first, last = stage == 0, stage == stages - 1
     runs = f"{passes_in_flight} runs of {layers // virtual} layers" if stages > 1 else f"{layers} layers"
     terms = [Term("activations", round(kept * passes_in_flight / virtual), f"{runs}; Korthikanti et al. 2022, 4.1")]
     if first:
-        held = (sizes.tokens * _TOKEN_BYTES + sizes.dropout) * min(passes_in_flight, accumulation)
+        held = (sizes.tokens * TOKEN_BYTES + sizes.dropout) * min(passes_in_flight, accumulation)
         terms.append(Term("embedding", round(held), "tokens and dropout, each micro batch in flight"))
     if stages > 1:
         terms.append(Term("stage inputs and outputs", round(messages), "hidden states on their way"))
     head = head if last else 0.0
-    # The backward pass reaches recomputed layers after the layers that were kept: those are freed by then.
-    inside = max(backward_bytes(experiment, sizes, 0), backward_bytes(experiment, sizes, again) - kept_layers / virtual)
     if last:
         terms.append(Term("logits and loss", round(head), "probabilities in fp32, logits or their gradients"))
     terms.append(Term("backward pass", round(max(0.0, inside - head)), _backward_source(again, last)))
     return terms
+
+
+def backward_peak(experiment: Experiment, stage: int, sizes: Sizes) -> float:
+    """Returns the peak of the backward passes of a stage's layers, beyond what they keep. They reach recomputed layers
+    after the layers that were kept, which are freed by then."""
+    layers, virtual = layers_of_stage(experiment, stage), experiment.parallel.virtual_pipeline_model_parallel_size
+    again = recomputed_layers(experiment, layers)
+    kept_layers = (layers - again) * kept_layer(experiment, sizes)
+    return max(backward_bytes(experiment, sizes, 0), backward_bytes(experiment, sizes, again) - kept_layers / virtual)
 
 
 def kept_bytes(experiment: Experiment, stage: int, sizes: Sizes) -> float:
@@ -291,7 +301,7 @@ def _group(experiment: Experiment, again: int) -> int:
 
 def head_inputs(sizes: Sizes) -> float:
     """Returns the bytes that the last norm and the output layer keep: their inputs, the tokens and the loss mask."""
-    return sizes.norm + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
+    return sizes.norm + sizes.between + sizes.tokens * (TOKEN_BYTES + 1)
 
 
 def head_bytes(experiment: Experiment, sizes: Sizes, rows: int, *, chunked: bool, forward: float = 0.0) -> float:
@@ -305,6 +315,6 @@ def head_bytes(experiment: Experiment, sizes: Sizes, rows: int, *, chunked: bool
     gathered = sizes.hidden + sizes.between if sizes.between < sizes.hidden else 0.0
     whole = logits * LOSS_BYTES if sizes.short < LOSS_BYTES else 0.0
     in_fp32 = min(logits * LOSS_BYTES, LOSS_CHUNK_BYTES) if chunked else whole
-    loss = logits * sizes.short + in_fp32 + forward
+    loss = logits * sizes.short + in_fp32 + forward + sizes.tokens * _LOSS_TOKEN_BYTES
     after = logits * sizes.short + (table if sizes.weight else 0.0) + sizes.hidden + gathered
     return head_inputs(sizes) + max(loss, after)

@@ -15,14 +15,17 @@ from tridock.engines.megatron_lm.legality import FIELDS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout import Plan
-from tridock.layout.activations import Sizes, sizes_of
+from tridock.layout.activations import Sizes, head_inputs, kept_bytes, sizes_of
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
     Parameters,
     Shape,
     States,
+    Term,
     hidden_bytes,
+    in_flight,
+    layer_parameters,
     layers_of_stage,
     parameters_of_stage,
 )
@@ -79,6 +82,70 @@ class MegatronLM(Engine):
         # Activations that are partitioned, or on the host, are whole while their layers compute.
         whole = not (model.partition_activations or model.checkpoint_in_cpu)
         return sizes_of(experiment, device, sums_in_place=ddp, restores_inputs=whole)
+
+    def backward_peak(self, experiment: Experiment, stage: int, accumulation: int, sizes: Sizes) -> float:
+        """Layers that are computed again end their forward pass with the outputs of attention and of the MLP, with the
+        latter's sum with its bias, and with their own output (locals of ``ParallelTransformerLayer.forward``), which
+        the checkpoint function keeps through their backward pass (``outputs`` in ``megatron/mpu/random.py``).
+
+        Without DeepSpeed the gradients of the previous step are freed between the loss and the backward pass
+        (``backward_step`` in ``megatron/training.py``), which makes them layer by layer. The layers' backward passes
+        peak in the last group of layers, or in the first, with the gradients of all others.
+        """
+        inside, parallel = super().backward_peak(experiment, stage, accumulation, sizes), experiment.parallel
+        layers = layers_of_stage(experiment, stage)
+        group = min(layers, experiment.model.checkpoint_num_layers)
+        recomputed = experiment.model.checkpoint_activations
+        forward = inside + 4 * sizes.between - sizes.ffn - sizes.weight if recomputed else 0.0
+        inside += sizes.between if recomputed else 0.0
+        if parallel.strategy == "zero":
+            logits = self._kept_logits(experiment, sizes, accumulation) if stage == self._last(experiment) else 0.0
+            return max(inside, forward) + logits
+        weights, short = self.parameters(experiment, stage), FORMAT_BYTES[experiment.precision]
+        second = experiment.model.hidden_size * experiment.model.ffn_size // parallel.tensor_model_parallel_size
+        peak = max(inside + short * second, forward)
+        absent = self.states(experiment, weights, Shape(1, 1, 1), sizes.device).gradients - short * weights.final_norm
+        if not recomputed:
+            return peak - absent
+        made = short * (layers - group) * layer_parameters(experiment)
+        freed = (kept_bytes(experiment, stage, sizes) / layers * group) * (layers // group - 1)
+        return peak - absent + max(0.0, made - freed)
+
+    def _last(self, experiment: Experiment) -> int:
+        return experiment.parallel.pipeline_model_parallel_size - 1
+
+    def _kept_logits(self, experiment: Experiment, sizes: Sizes, accumulation: int) -> float:
+        """Returns the bytes of the logits that a pipeline of DeepSpeed keeps: those of the last micro-batch in each of
+        the last stage's two buffers (``_exec_backward_pass`` in ``deepspeed/runtime/pipe/engine.py`` frees outputs on
+        the other stages only)."""
+        if self._last(experiment) == 0:
+            return 0.0
+        rows = self.rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
+        return min(2, accumulation) * sizes.tokens * rows * sizes.short
+
+    def head_bytes(self, experiment: Experiment, sizes: Sizes, accumulation: int) -> float:
+        """In a pipeline of DeepSpeed further logits are kept. New ones replace the old ones of their buffer only when
+        the forward pass has ended."""
+        kept = self._kept_logits(experiment, sizes, accumulation)
+        own = kept / min(2, accumulation)
+        return max(super().head_bytes(experiment, sizes, accumulation) + kept - own, head_inputs(sizes) + kept + own)
+
+    def message_bytes(self, experiment: Experiment, stage: int, accumulation: int, sizes: Sizes) -> float:
+        """What a pipeline of DeepSpeed has in buffers (``deepspeed/runtime/pipe/engine.py``): the outputs in flight,
+        of which each tensor parallel rank keeps its part, and their gradient; the inputs in flight, of which the layers
+        have copies unless the ranks have gathered them; what is received next, with the attention mask in fp16. The
+        previous loss still refers to its stage's input and to the gradient of that."""
+        tensor, last = experiment.parallel.tensor_model_parallel_size, self._last(experiment)
+        passes_in_flight, part = in_flight(experiment, stage, accumulation), sizes.between / tensor
+        outputs = (passes_in_flight + 1) * part if stage < last else 2 * sizes.between
+        if stage == 0:
+            return outputs
+        inputs = passes_in_flight * part if tensor == 1 else 0.0
+        return outputs + inputs + part + 2 * experiment.model.seq_length**2
+
+    def further_terms(self, experiment: Experiment, _stage: int, _device: Device) -> list[Term]:
+        mask = experiment.model.seq_length**2
+        return [Term("attention mask", mask, "get_ltor_masks_and_position_ids: [seq_length, seq_length], a byte each")]
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         model, parallel = experiment.model, experiment.parallel

@@ -11,7 +11,7 @@ from tridock.engines.torch.legality import FIELDS
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
 from tridock.layout import Plan
-from tridock.layout.activations import Sizes, head_bytes, sizes_of
+from tridock.layout.activations import TOKEN_BYTES, Sizes, head_bytes, head_inputs, sizes_of
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
@@ -90,16 +90,40 @@ class Torch(Engine):
         gathered = FORMAT_BYTES[experiment.precision] * layer_parameters(experiment) * buffers
         return sizes_of(experiment, device, gathered=gathered, angles=angles)
 
-    def head_bytes(self, experiment: Experiment, sizes: Sizes, runs_in_flight: int) -> float:
+    def head_bytes(self, experiment: Experiment, sizes: Sizes, accumulation: int) -> float:
         """With GPipe the last stage of a pipeline holds the logits of every micro batch."""
-        parallel, rows = experiment.parallel, self.rows_of_vocabulary(experiment)
-        local_rows = rows / parallel.tensor_model_parallel_size
+        rows = self.rows_of_vocabulary(experiment)
         # Autocast's cache also keeps the casts of recomputed layers, until the forward pass ends.
         cached = recomputed_layers(experiment, experiment.model.num_layers) * sizes.casts
-        cast = local_rows * experiment.model.hidden_size * sizes.short if sizes.casts else 0.0
-        gpipe = parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_schedule == "gpipe"
-        further = (runs_in_flight - 1) * sizes.tokens * local_rows * sizes.short if gpipe else 0.0
+        cast = self.table_bytes(experiment, sizes) if sizes.casts else 0.0
+        further = self._further_heads(experiment, sizes, accumulation)
         return head_bytes(experiment, sizes, rows, chunked=True, forward=cached) + cast + further
+
+    def _further_heads(self, experiment: Experiment, sizes: Sizes, accumulation: int) -> float:
+        """Returns what GPipe's last stage keeps of its output layer and last norm, of all micro-batches but one."""
+        parallel = experiment.parallel
+        if parallel.pipeline_model_parallel_size == 1 or parallel.pipeline_schedule != "gpipe":
+            return 0.0
+        return (accumulation - 1) * (self._logits_bytes(experiment, sizes) + head_inputs(sizes))
+
+    def _logits_bytes(self, experiment: Experiment, sizes: Sizes) -> float:
+        rows = self.rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
+        return sizes.tokens * rows * sizes.short
+
+    def backward_peak(self, experiment: Experiment, stage: int, accumulation: int, sizes: Sizes) -> float:
+        """In the last stage of a pipeline 1F1B and GPipe still refer to the last logits (``output`` in
+        ``_step_microbatches`` of ``torch.distributed.pipelining.schedules``), and FSDP2 to the table's gradient, which
+        it reduces with those outside layers at the end. A stage of one layer has no next one to gather; the buffer that
+        its own weights are gathered in is free when its backward pass begins."""
+        parallel, inside = experiment.parallel, super().backward_peak(experiment, stage, accumulation, sizes)
+        virtual = parallel.virtual_pipeline_model_parallel_size
+        if parallel.pipeline_model_parallel_size == 1 or stage < parallel.pipeline_model_parallel_size - 1:
+            return inside
+        layer = FORMAT_BYTES[experiment.precision] * layer_parameters(experiment)
+        if layers_of_stage(experiment, stage) == 1 and sizes.gathered > layer:
+            inside = max(sizes.between + sizes.gathered, inside - layer)
+        kept = self._logits_bytes(experiment, sizes) + self.table_bytes(experiment, sizes) if virtual == 1 else 0.0
+        return inside + kept + self._further_heads(experiment, sizes, accumulation)
 
     def image_terms(self, experiment: Experiment) -> list[Term]:
         # Within 2 % of a CPU rank's memory (tests/unit/train).
@@ -122,7 +146,10 @@ class Torch(Engine):
         inputs, outputs = virtual - (stage == 0), virtual - (stage == last)
         passes_in_flight = in_flight(experiment, stage, accumulation)
         kept = passes_in_flight * (inputs - outputs) / virtual
-        return (accumulation * (inputs + outputs) - kept - (stage != last)) * sizes.between
+        # A step's tokens, on every stage, and the copies of inputs and targets that are not yet, or no longer, in use.
+        copied = (stage == 0) * max(0, accumulation - passes_in_flight) + (stage == last) * (accumulation - 1)
+        tokens = (accumulation + copied) * sizes.tokens * TOKEN_BYTES
+        return (accumulation * (inputs + outputs) - kept - (stage != last)) * sizes.between + tokens
 
     def accumulated_gradients(
         self, experiment: Experiment, stage: int, shape: Shape, states: States, device: Device, activations: int
@@ -131,7 +158,11 @@ class Torch(Engine):
             return super().accumulated_gradients(experiment, stage, shape, states, device, activations)
         weights, sizes = self.parameters(experiment, stage), self.sizes(experiment, device)
         scattering = scatter_peak(experiment, stage, shape, weights, sizes) - activations
-        return round(max(accumulation_peak(experiment, stage, shape, weights, sizes), scattering))
+        head = 0.0
+        if stage == experiment.parallel.pipeline_model_parallel_size - 1:
+            loss = self.head_bytes(experiment, sizes, shape.accumulation)
+            head = max(0.0, loss - self.backward_peak(experiment, stage, shape.accumulation, sizes))
+        return round(max(accumulation_peak(experiment, stage, shape, weights, sizes, head), scattering))
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         weights = self.parameters(experiment, stage).total

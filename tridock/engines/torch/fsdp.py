@@ -43,8 +43,11 @@ def scatters_each(experiment: Experiment, replicas: int) -> bool:
     return shards_of(experiment, replicas) > 1 and not once
 
 
-def accumulation_peak(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:
-    """Returns the peak bytes of accumulated gradients, beyond the rank's memory when its first backward pass begins."""
+def accumulation_peak(
+    experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes, head: float
+) -> float:
+    """Returns the peak bytes of accumulated gradients, beyond the rank's memory when its first backward pass begins.
+    ``head``: bytes of that memory that only the loss takes, and not the layers' backward passes."""
     parallel, accumulation = experiment.parallel, shape.accumulation
     piped, virtual = parallel.pipeline_model_parallel_size > 1, parallel.virtual_pipeline_model_parallel_size
     if not piped and accumulation == 1:
@@ -68,11 +71,14 @@ def accumulation_peak(experiment: Experiment, stage: int, shape: Shape, weights:
     all_allocated = virtual == 1 or passes - passes_in_flight > (virtual - 1) * parallel.pipeline_model_parallel_size
     accumulated = all_gradients if all_allocated else _SUM_BYTES * (layers * layer + outside_layers)
     other_stages = short * (virtual - 1) * layers * layer if all_allocated else 0.0  # still gathered
-    peaks = [0.0, _SUM_BYTES * (layers - 1) * layer + gathered - freed]
+    peaks = [0.0, _SUM_BYTES * (layers - 1) * layer + gathered - freed - head]
+    sent = _sent_bytes(experiment, stage, passes - passes_in_flight, sizes) if piped else 0.0
     if passes > passes_in_flight:  # all gradients are allocated, and the pipeline is still full
-        peaks += [accumulated + other_stages, accumulated + other_stages + gathered - freed]
+        full = accumulated + other_stages + sent
+        peaks += [full, full + gathered - freed - head]
     if passes_in_flight > 1:  # the next virtual stage's, with the first one's gradients
-        peaks.append(accumulated - pass_bytes + gathered + (0.0 if virtual == 1 else short * layer))
+        output = 0.0 if is_last else sizes.between  # which it has sent
+        peaks.append(accumulated - pass_bytes - output + gathered + (0.0 if virtual == 1 else short * layer))
     if piped and stage == 0:
         # The embeddings' gradients come last, the table's with all rows in both formats.
         table = parallel.tensor_model_parallel_size * weights.embedding
@@ -81,6 +87,30 @@ def accumulation_peak(experiment: Experiment, stage: int, shape: Shape, weights:
         in_backward = backward_bytes(experiment, sizes, 0)
         peaks.append(accumulated - pass_bytes + short * layers * layer + copies - in_backward)
     return max(peaks)
+
+
+def _sent_bytes(experiment: Experiment, stage: int, done: int, sizes: Sizes) -> float:
+    """Returns the bytes of outputs and input gradients that a rank has sent and still holds, after ``done`` backward
+    passes with a full pipeline (``torch.distributed.pipelining.schedules``).
+
+    1F1B sends an input gradient with the next forward pass, and keeps it until the next backward pass ends
+    (``bwd_sends``); the output of the warm-up's last pass but one to the end of the steady state (``send_work``). An
+    interleaved schedule waits for all its messages at the end of the step (``send_ops``). Until then Gloo's messages
+    keep their tensors; NCCL's free theirs when they are sent.
+    """
+    parallel, on_gloo = experiment.parallel, sizes.device == "cpu"
+    stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if done < 1 or parallel.pipeline_schedule == "gpipe":
+        return 0.0
+    if virtual == 1:
+        warm_up = stages - stage
+        return ((stage > 0) + (on_gloo and 1 < warm_up <= done + 1)) * sizes.between
+    if not on_gloo:
+        return 0.0
+    # Backward passes begin with the last virtual stage, a pipeline's number of micro-batches each.
+    finished = [virtual - 1 - number // stages % virtual for number in range(done)]
+    outputs = sum(stage < stages - 1 or one < virtual - 1 for one in finished)
+    return (outputs + sum(stage > 0 or one > 0 for one in finished)) * sizes.between
 
 
 def scatter_peak(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:

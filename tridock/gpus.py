@@ -4,13 +4,13 @@ Memory is what ``nvidia-smi`` shows as the total; rates are dense (without spars
 
 Shares of the peak are measured. ``matmul_share``: A100 0.78 over 183 shapes on PCIe (SimuMax, ``configs/system``); the
 best shape there reaches 0.81, on SXM the best reaches 0.87 (Bekman, Machine Learning Engineering, "Maximum Achievable
-Matmul FLOPS"), so 0.84. B200 0.60 over 514 shapes (SimuMax). H100 and H200 0.70: the best shape reaches 0.80 there, and
-their clock falls under long products. ``attention_share``: of causal attention, half of its FLOPs counted, heads of 128
-(SimuMax for A100 and B200; Dao, FlashAttention-2, 2023, for A100; Shah et al., FlashAttention-3, 2024, figure 5, for
-H100: cuDNN's reaches 315, 484 and 539 TFLOP/s with 512, 2,048 and 16,384 tokens, FlashAttention-2 191, 298 and 335).
-Others take the share of their architecture. Networks are those of NVIDIA's DGX systems. ``host_gb_s``: CUDA's
-bandwidthTest, 11 over PCIe 3 (V100; router-gao/cuda-demo), 26 over PCIe 4 (A100; jdh4/della-gpu-A100), 52 to 55 over
-PCIe 5 (H100).
+Matmul FLOPS"), so 0.84. B200 0.54, with which 514 shapes (SimuMax) have no bias. H100 and H200 0.68, set with
+MosaicML's MPT on one node: the best shape reaches 0.80 there, and their clock falls under long products.
+``attention_share``: of causal attention, half of its FLOPs counted, heads of 128 (SimuMax for A100 and B200; Dao,
+FlashAttention-2, 2023, for A100; Shah et al., FlashAttention-3, 2024, figure 5, for H100: cuDNN's reaches 315, 484 and
+539 TFLOP/s with 512, 2,048 and 16,384 tokens, FlashAttention-2 191, 298 and 335). Others take the share of their
+architecture. Networks are those of NVIDIA's DGX systems. ``host_gb_s``: CUDA's bandwidthTest, 11 over PCIe 3 (V100;
+router-gao/cuda-demo), 26 over PCIe 4 (A100; jdh4/della-gpu-A100), 52 to 55 over PCIe 5 (H100).
 """
 
 import re
@@ -58,7 +58,7 @@ _AMPERE: Final = Kernels(84, 0.78, 0.55)
 _A100: Final = Kernels(108, 0.84, 0.64)
 _A100_PCIE: Final = Kernels(108, 0.78, 0.64)
 _ADA: Final = Kernels(128, 0.75, 0.50)
-_HOPPER: Final = Kernels(132, 0.66, 0.55, 52.0, flash_2_share=0.345, half_length=370)
+_HOPPER: Final = Kernels(132, 0.68, 0.55, 52.0, flash_2_share=0.345, half_length=370)
 _BLACKWELL: Final = Kernels(148, 0.54, 0.50, 52.0)
 _DGX_A100: Final = Network(200.0, "DGX A100")
 _DGX_H100: Final = Network(400.0, "DGX H100")

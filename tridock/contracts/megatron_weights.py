@@ -65,13 +65,6 @@ class MegatronFiles:
     """A pipeline's, by the number of the layer in ``GPT2ModelPipe``: 0 has the embeddings, the last the last norm."""
 
     @property
-    def first(self) -> tuple[Path, ...]:
-        """The files of the first tensor parallel rank, of which one shows the model's names and shapes."""
-        if self.layers:
-            return tuple(self.layers[0].values())
-        return self.plain[0] if self.plain else (self.states[0].models[0],)
-
-    @property
     def all(self) -> tuple[Path, ...]:
         states = [(*it.models, *it.optimizers) for it in self.states]
         return (
@@ -190,12 +183,13 @@ def name_in_pipeline(number: int, last: int, name: str) -> str:
 
 
 def megatron_sizes(
-    folder: Path, shapes: Mapping[str, Sequence[int]], ranks: int, arguments: Mapping[str, Any] | None
+    folder: Path, parts: Sequence[Mapping[str, tuple[int, ...]]], arguments: Mapping[str, Any] | None
 ) -> StoredWeights:
-    """Returns the model that the first tensor parallel rank's shapes show, and Megatron's arguments if they are there.
+    """Returns the model that each tensor parallel rank's shapes show, and Megatron's arguments if they are there.
 
     Raises :class:`RequestError` if it is no GPT-2.
     """
+    shapes, ranks = parts[0], len(parts)
     words, positions = shapes.get(WORDS), shapes.get(POSITIONS)
     layers = [int(found[1]) for name in shapes if (found := _IN_LAYERS.match(name))]
     if words is None or positions is None or not layers:
@@ -226,5 +220,11 @@ def megatron_sizes(
         fields |= {} if epsilon is None else {"norm_epsilon": epsilon}
     multiple = given.get("make_vocab_size_divisible_by", DIVISIBLE_BY)
     return StoredWeights(
-        None, fields=fields, has_config=bool(given), rows=ranks * words[0], rows_divisible_by=ranks * multiple
+        None,
+        str(folder),
+        fields=fields,
+        has_config=bool(given),
+        parts=tuple(parts),
+        rows=ranks * words[0],
+        rows_divisible_by=ranks * multiple,
     )

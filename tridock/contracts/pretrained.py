@@ -64,6 +64,8 @@ class StoredWeights:
     """Fields of an experiment's model that the weights show."""
     has_config: bool = False
     """Whether every field of the model is known, by a ``config.json`` or Megatron's arguments."""
+    parts: tuple[Mapping[str, tuple[int, ...]], ...] = ()
+    """Of a checkpoint of Megatron-LM the shapes of each tensor parallel rank's weights, by v1.1.5's names."""
     rows: int | None = None
     """Rows of the token table with its padding, if it has any."""
     rows_divisible_by: int = 1

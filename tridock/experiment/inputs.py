@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from tridock.contracts.pretrained import DOWNLOAD, HF, StoredWeights
 from tridock.errors import Problem
+from tridock.experiment.megatron_weights import megatron_differences
 from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
 from tridock.experiment.transformers_weights import config_problems, weights_differences, yaml_value
@@ -39,6 +40,8 @@ def weights_problems(experiment: Experiment, stored: StoredWeights, tokens: int 
         todo = DOWNLOAD if is_hf else _OTHER_FIELDS
         given = model, tokens, stored.shapes, stored.aliases, stored.folder, todo
         problems = list(weights_differences(*given, exactly=not is_hf))
+    if not problems and stored.parts:
+        problems = list(megatron_differences(model, stored.rows or 0, stored.parts, stored.folder))
     yield from problems
     if tokens is not None and stored.rows is not None:
         multiple = max(stored.rows_divisible_by, model.make_vocab_size_divisible_by)

@@ -36,7 +36,7 @@ def transformers_shapes(model: Model, tokens: int) -> dict[str, Shape]:
     """
     family = family_of(model)
     found: dict[str, Shape] = {}
-    for name, shape in _engine_shapes(model, tokens):
+    for name, shape in engine_shapes(model, tokens):
         targets = target_names(family, name)
         parts = [shape]
         if len(targets) == 3:
@@ -47,7 +47,7 @@ def transformers_shapes(model: Model, tokens: int) -> dict[str, Shape]:
     return found
 
 
-def _engine_shapes(model: Model, tokens: int) -> Iterator[tuple[str, Shape]]:
+def engine_shapes(model: Model, tokens: int) -> Iterator[tuple[str, Shape]]:
     """Yields engine torch's names and shapes."""
     width = model.hidden_size
     yield TOKEN_TABLE, (tokens, width)

@@ -24,7 +24,7 @@ from tridock.experiment.schema import Experiment
 from tridock.experiment.transformers_weights import TOKEN_TABLE
 from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
 from tridock.train.checkpoints.megatron_lm import MegatronWeights
-from tridock.train.huggingface.weights import Pretrained, Weights, checked_model, names_of, weights_on_meta
+from tridock.train.huggingface.weights import Pretrained, Weights, checked_model, names_of
 
 
 def pretrained_weights(experiment: Experiment, workspace: Path, tokens: int) -> Weights | None:
@@ -55,11 +55,8 @@ def _of_megatron(folder: Path, experiment: Experiment, tokens: int) -> Weights:
     checkpoint = megatron_folder(folder)
     model = experiment.model.model_copy(update={"vocab_size": tokens})
     stored = MegatronWeights(checkpoint, model)
-    sizes = megatron_sizes(checkpoint, stored.shapes, stored.ranks, stored.arguments)
+    sizes = megatron_sizes(checkpoint, stored.parts, stored.arguments)
     if problems := list(weights_problems(experiment, sizes, tokens)):
-        raise RequestError(problems)
-    rows = {name: tuple(it.shape) for name, it in weights_on_meta(model, sizes.rows or tokens).items()}
-    if problems := list(stored.differences(rows)):
         raise RequestError(problems)
     return _Megatron(stored, model, tokens)
 

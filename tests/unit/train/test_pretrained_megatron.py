@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import random
-import re
 import sys
 import types
 import weakref
@@ -13,165 +11,32 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.train.pretrained_models import assert_equal, gpt_of, loaded, loading, part
-from tests.unit.train.test_huggingface import GPT2, LLAMA, TOKENS
+from tests.unit.train import megatron_checkpoints
+from tests.unit.train.megatron_checkpoints import (
+    ARGS,
+    FIELDS,
+    ROWS,
+    WRITERS,
+    later,
+    nested,
+    pipeline,
+    plain,
+    shards,
+    with_deepspeed,
+)
+from tests.unit.train.pretrained_models import assert_equal, gpt_of, loaded, loading, preflight
+from tests.unit.train.test_huggingface import LLAMA, TOKENS
 from tridock.errors import RequestError
 from tridock.node.probes.pretrained import stored_weights
-from tridock.train.models.gpt import GPT
 from tridock.train.pretrained import pretrained_weights
-
-FIELDS = {**GPT2, "activation_func": "gelu"}
-ROWS = 64
-"""TOKENS with a padding to a multiple of 16 x 2."""
-ARGS = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
-    "make_vocab_size_divisible_by": 16, "layernorm_epsilon": 1e-5, "bias_gelu_fusion": False, "openai_gelu": False,
-    "apply_residual_connection_post_layernorm": False, "params_dtype": torch.float32,
-}  # fmt: skip
-NAMES = {
-    "token_embedding": "embedding.word_embeddings",
-    "position_embedding": "embedding.position_embeddings",
-    "final_norm": "transformer.final_layernorm",
-    "input_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention.query_key_value": "attention.query_key_value",
-    "attention.dense": "attention.dense",
-    "dense_h_to_4h": "mlp.dense_h_to_4h",
-    "dense_4h_to_h": "mlp.dense_4h_to_h",
-}
-
-
-def shards(gpt: GPT, ranks: int, version: float = 2.0) -> list[dict[str, Tensor]]:
-    """Each tensor parallel rank's weights by v1.1.5's names, ordered as this version's attention expects."""
-    found: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
-    for name, given in gpt.named_parameters():
-        weight = given.detach()
-        module, _, kind = name.rpartition(".")
-        prefix, module = re.match(r"(layers\.\d+\.)?(.*)", module).groups()  # type: ignore[union-attr]
-        theirs = f"{'transformer.' + prefix if prefix else ''}{NAMES[module]}.{kind}"
-        if module == "token_embedding":
-            weight = torch.cat([weight[:TOKENS], torch.full((ROWS - TOKENS, 32), 7.0)])
-        if module in ("token_embedding", "attention.query_key_value", "dense_h_to_4h"):
-            parts = list(weight.chunk(ranks))
-        elif kind == "weight" and module in ("attention.dense", "dense_4h_to_h"):
-            parts = list(weight.chunk(ranks, 1))
-        else:
-            parts = [weight] * ranks
-        for rank, one in enumerate(parts):
-            if module == "attention.query_key_value" and version == 0:
-                one = one.unflatten(0, (-1, 3, 8)).transpose(0, 1).flatten(0, 2)
-            elif module == "attention.query_key_value" and version == 1:
-                one = one.unflatten(0, (-1, 3, 8)).transpose(1, 2).flatten(0, 2)
-            found[rank][f"language_model.{theirs}"] = one.clone()
-    return found
-
-
-def nested(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What ``state_dict_for_save_checkpoint`` makes of them."""
-    model: dict[str, Any] = {"embedding": {"word_embeddings": {}, "position_embeddings": {}}, "transformer": {}}
-    for name, weight in weights.items():
-        _, place, rest = name.split(".", 2)
-        if place == "embedding":
-            table, _, kind = rest.partition(".")
-            model[place][table][kind] = weight
-        else:
-            model[place][rest] = weight
-    return {"language_model": model}
-
-
-def plain(
-    folder: Path, gpt: GPT, ranks: int = 2, version: float | None = 2.0, name: str = "iter_0000007", **more: Any
-) -> Path:
-    """What v1.1.5 saves without DeepSpeed."""
-    folder.mkdir()
-    (folder / "latest_checkpointed_iteration.txt").write_text("release" if name == "release" else "7")
-    for rank, weights in enumerate(shards(gpt, ranks, version or 0)):
-        place = folder / name / f"mp_rank_{rank:02d}"
-        place.mkdir(parents=True)
-        state = {
-            "args": Namespace(**ARGS, rank=rank),
-            "iteration": 7,
-            "model": nested(weights),
-            "random_rng_state": random.getstate(),
-            "np_rng_state": np.random.get_state(),
-            **({} if version is None else {"checkpoint_version": version}),
-            **more,
-        }
-        torch.save(state, place / "model_optim_rng.pt", _use_new_zipfile_serialization=name != "release")
-    return folder
-
-
-def with_deepspeed(folder: Path, gpt: GPT, stage: int, ranks: int = 2) -> Path:
-    """What v1.1.5 saves with DeepSpeed, with two data parallel ranks: fp16 and ZeRO's fp32."""
-    checkpoint = folder / "global_step7"
-    checkpoint.mkdir(parents=True)
-    (folder / "latest").write_text("global_step7")
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
-    for rank, weights in enumerate(shards(gpt, ranks)):
-        halves = {name: weight.half() for name, weight in weights.items()}
-        for number in range(2):
-            state = {
-                "module": nested(halves if stage < 3 else dict.fromkeys(halves, torch.empty(0))),
-                "param_shapes": [{name: weight.shape for name, weight in weights.items()}] if stage else None,
-                "buffer_names": [],
-                "shared_params": {},
-                "iteration": 7,
-            }
-            prefix = f"zero_pp_rank_{number}_" if stage == 3 else ""
-            torch.save(state, checkpoint / f"{prefix}mp_rank_{rank:02d}_model_states.pt")
-            if stage == 3:
-                flat, key = torch.cat([part(it, number, 2) for it in weights.values()]), "fp32_flat_groups"
-            else:
-                joined = torch.cat([it.flatten() for it in weights.values()])
-                flat, key = part(joined, number, 2), "single_partition_of_fp32_groups"
-            if stage:
-                optimizer = {"zero_stage": stage, "partition_count": 2, key: [flat]}
-                file = checkpoint / f"zero_pp_rank_{number}_mp_rank_{rank:02d}_optim_states.pt"
-                torch.save({"optimizer_state_dict": optimizer}, file)
-    return folder
-
-
-def pipeline(folder: Path, gpt: GPT, ranks: int = 2) -> Path:
-    """What a pipeline saves: a file per module of ``GPT2ModelPipe``."""
-    checkpoint = folder / "global_step7"
-    checkpoint.mkdir(parents=True)
-    (folder / "latest").write_text("global_step7")
-    for rank, weights in enumerate(shards(gpt, ranks)):
-        files: dict[int, dict[str, Tensor]] = {}
-        for name, weight in weights.items():
-            rest = name.removeprefix("language_model.")
-            if rest.startswith("embedding."):
-                number, key = 0, rest.removeprefix("embedding.")
-            elif layer := re.match(r"transformer\.layers\.(\d+)\.(.*)", rest):
-                number, key = int(layer[1]) + 2, layer[2]
-            else:
-                number, key = 2 + 3, rest.rpartition(".")[2]
-            files.setdefault(number, {})[key] = weight
-        for number, own in files.items():
-            torch.save(own, checkpoint / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
-        torch.save({"module": None}, checkpoint / f"mp_rank_{rank:02d}_model_states.pt")
-    return folder
 
 
 def megatron(folder: Path, fields: Mapping[str, Any] = FIELDS) -> dict[str, Tensor]:
     return loaded(folder, fields, "megatron")
-
-
-WRITERS: dict[str, Callable[[Path, GPT], Path]] = {
-    "version 2": plain,
-    "version 1": lambda folder, gpt: plain(folder, gpt, version=1.0),
-    "version 0": lambda folder, gpt: plain(folder, gpt, version=None),
-    "torch before 1.6": lambda folder, gpt: plain(folder, gpt, 1, name="release"),
-    "ZeRO 1": lambda folder, gpt: with_deepspeed(folder, gpt, 1),
-    "ZeRO 2": lambda folder, gpt: with_deepspeed(folder, gpt, 2, 1),
-    "ZeRO 3": lambda folder, gpt: with_deepspeed(folder, gpt, 3),
-    "pipeline": pipeline,
-}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -182,6 +47,7 @@ def test_weights_are_joined_from_all_tensor_parallel_ranks(tmp_path: Path, write
     (checkpoint,) = (path for path in folder.iterdir() if path.is_dir())
     assert_equal(megatron(checkpoint), gpt)
     found = stored_weights("megatron", folder)
+    assert preflight(folder, FIELDS, "megatron") == []
     has_args = writer.startswith(("version", "torch"))
     ranks = 1 if writer in ("torch before 1.6", "ZeRO 2") else 2
     heads = {"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 8, "activation_func": "gelu"}
@@ -190,6 +56,53 @@ def test_weights_are_joined_from_all_tensor_parallel_ranks(tmp_path: Path, write
     assert found.fields.items() >= {"num_layers": 2, "hidden_size": 32, "max_position_embeddings": 16}.items()
     assert found.has_config == has_args
     assert (found.fields.items() >= heads.items()) == has_args
+
+
+TODO = "change the model's fields, or name a checkpoint of its pretrain_gpt2.py"
+DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (
+        lambda weights: weights.pop("language_model.transformer.layers.1.mlp.dense_4h_to_h.bias"),
+        "train.load: PLACE, tensor parallel rank RANK, lacks weights of the experiment's model; got"
+        f" language_model.transformer.layers.1.mlp.dense_4h_to_h.bias; {TODO}",
+    ),
+    "misshapen": (
+        lambda weights: weights.update({"language_model.transformer.layers.0.attention.dense.bias": torch.ones(33)}),
+        "train.load: language_model.transformer.layers.0.attention.dense.bias in PLACE, tensor parallel rank RANK, has"
+        f" another shape than in the experiment's model; got 33, not 32; {TODO}",
+    ),
+    "odd": (
+        lambda weights: weights.update({"language_model.transformer.layers.0.extra.weight": torch.ones(2)}),
+        "train.load: PLACE, tensor parallel rank RANK, holds weights that the experiment's model lacks; got"
+        f" language_model.transformer.layers.0.extra.weight; {TODO}",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_weights_that_do_not_fit_are_refused_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, damage: str
+) -> None:
+    """The last tensor parallel rank's, which no rank but the last would read first."""
+    change, expected = DAMAGES[damage]
+    ranks = 1 if writer in ("torch before 1.6", "ZeRO 2") else 2
+
+    whole = megatron_checkpoints.shards
+
+    def changed(*given: Any) -> list[dict[str, Tensor]]:
+        found = whole(*given)
+        change(found[-1])
+        return found
+
+    gpt, write = gpt_of(FIELDS), WRITERS[writer]
+    monkeypatch.setattr(megatron_checkpoints, "shards", changed)
+    folder = write(tmp_path / "ck", gpt)
+    (checkpoint,) = (path for path in folder.iterdir() if path.is_dir())
+    problems = preflight(folder, FIELDS, "megatron")
+    assert [str(it) for it in problems] == [expected.replace("PLACE", str(checkpoint)).replace("RANK", str(ranks - 1))]
+    with pytest.raises(RequestError) as error:
+        megatron(folder)
+    assert list(error.value.problems) == problems
 
 
 @pytest.mark.parametrize("writer", ["torch before 1.6", "ZeRO 3"])
@@ -297,7 +210,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     bert["language_model"]["pooler"] = {"dense.weight": torch.ones(32, 32)}
     folder = plain(tmp_path / "a", gpt, 1, model=bert)
     assert refusal(folder) == (
-        "DIR/iter_0000007, tensor parallel rank 0: holds weights that the experiment's model lacks; got"
+        "train.load: DIR/iter_0000007, tensor parallel rank 0, holds weights that the experiment's model lacks; got"
         " language_model.pooler.dense.weight; change the model's fields, or name a checkpoint of its pretrain_gpt2.py"
     )
     todo = "name a checkpoint of pretrain_gpt2.py; convert another, or one of Megatron Core, with its own tools"
@@ -368,52 +281,6 @@ def test_megatrons_own_loss_scaler_is_no_obstacle_and_other_objects_are(
     )
 
 
-def later(folder: Path, gpt: GPT, ranks: int, stages: int, virtual: int, *, since_2023: bool, **args: Any) -> Path:
-    """What Megatron-LM since v2.0 saves of its legacy models (megatron/training/checkpointing.py): a folder for each
-    tensor and pipeline parallel rank; the layers are an encoder with self-attention, numbered from 0 in each part of
-    the model. Norms have shorter names since the end of 2023."""
-    folder.mkdir()
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
-    for rank, weights in enumerate(shards(gpt, ranks)):
-        whole = nested(weights)["language_model"]
-        theirs = {name.replace(".attention.", ".self_attention."): it for name, it in whole["transformer"].items()}
-        if since_2023:
-            theirs = {
-                re.sub("(input|post_attention|final)_layernorm", r"\1_norm", name): theirs[name] for name in theirs
-            }
-        norm = {name: it for name, it in theirs.items() if not name.startswith("layers.")}
-        count = gpt.shape.model.num_layers
-        each = count // (stages * virtual)
-        for stage in range(stages):
-            models: list[dict[str, Any]] = []
-            for chunk in range(virtual):
-                first = chunk * (count // virtual) + stage * each
-                own: dict[str, Tensor] = {}
-                for number in range(each):
-                    prefix = f"layers.{first + number}."
-                    found = {name: it for name, it in theirs.items() if name.startswith(prefix)}
-                    own |= {name.replace(prefix, f"layers.{number}.", 1): it for name, it in found.items()}
-                begins, ends = (chunk, stage) == (0, 0), (chunk, stage) == (virtual - 1, stages - 1)
-                language: dict[str, Any] = {"embedding": whole["embedding"]} if begins else {}
-                model: dict[str, Any] = {"language_model": language | {"encoder": own | (norm if ends else {})}}
-                if ends and not begins:
-                    model["word_embeddings_for_head"] = {"weight": whole["embedding"]["word_embeddings"]["weight"]}
-                models.append(model)
-            place = folder / "iter_0000007" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
-            place.mkdir(parents=True)
-            given = {"num_layers": count, "ffn_hidden_size": 128, "kv_channels": 8, "add_bias_linear": True}
-            given |= {"position_embedding_type": "learned_absolute", "swiglu": False, "num_experts": None}
-            state = {
-                "args": Namespace(**{**ARGS, **given, **args}, rank=rank),
-                "checkpoint_version": 3.0,
-                "iteration": 7,
-                **({"model": models[0]} if virtual == 1 else {f"model{it}": one for it, one in enumerate(models)}),
-                "rng_state": [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}],
-            }
-            torch.save(state, place / "model_optim_rng.pt")
-    return folder
-
-
 LATER = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (1, 4, 1)]
 
 
@@ -427,6 +294,7 @@ def test_later_versions_have_a_folder_for_each_stage(
     folder = later(tmp_path / "ck", gpt, ranks, stages, virtual, since_2023=since_2023)
     assert_equal(megatron(folder, fields), gpt)
     found = stored_weights("megatron", folder)
+    assert preflight(folder, fields, "megatron") == []
     assert found.problem is None
     assert (found.fields["num_layers"], found.rows) == (4, ROWS)
     assert refusal(folder, {**fields, "num_layers": 3}) == (

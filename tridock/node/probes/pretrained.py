@@ -137,25 +137,39 @@ def _megatron(folder: Path) -> StoredWeights:
     files = megatron_files(checkpoint)
     todo = DEEPSPEED_TODO if files.states else MEGATRON_TODO
     require_loadable(files.all, MEGATRON_CLASSES, todo)
-    shapes: dict[str, Any] = {}
-    arguments = None
-    states = [read_shapes(file) for file in files.first]
+    arguments, parts = None, []
     if files.layers:
-        for number, state in zip(files.layers[0], states, strict=True):
-            shapes |= {name_in_pipeline(number, max(files.layers[0]), name): it for name, it in state.items()}
+        parts = [_of_layers(own) for own in files.layers]
+    elif files.plain:
+        for stages in files.plain:
+            states = [read_shapes(file) for file in stages]
+            arguments = arguments or getattr(states[0].get("args"), "state", None)
+            parts.append(_shapes(joined_stages(states)))
     else:
-        shapes |= joined_stages(states) if files.plain else flat_names(states[0].get("module") or {})
-        for group in states[0].get("param_shapes") or ():
-            shapes |= group
+        states = [read_shapes(own.models[0]) for own in files.states]
         arguments = getattr(states[0].get("args"), "state", None)
-    shapes = {name: found for name, found in shapes.items() if isinstance(found, Shape)}
-    if files.states and shapes and not any(name.startswith(_OF_MEGATRON) for name in shapes):
-        raise RequestError(_other_format(folder, MEGATRON, DEEPSPEED))
+        parts = [_weights(state, own)[0] for state, own in zip(states, files.states, strict=True)]
+        if parts[0] and not any(name.startswith(_OF_MEGATRON) for name in parts[0]):
+            raise RequestError(_other_format(folder, MEGATRON, DEEPSPEED))
     for own in files.states:
         if own.optimizers:
             _require_ranks(checkpoint, read_shapes(own.optimizers[0]), len(own.optimizers))
-    ranks = len(files.plain or files.layers or files.states)
-    return megatron_sizes(checkpoint, shapes, ranks, arguments)
+    return megatron_sizes(checkpoint, parts, arguments)
+
+
+def _of_layers(files: Mapping[int, Path]) -> dict[str, Shape]:
+    """Returns the shapes in a pipeline's files of one tensor parallel rank."""
+    states = {number: read_shapes(file) for number, file in files.items()}
+    last = max(files)
+    return {
+        name_in_pipeline(number, last, name): it
+        for number, state in states.items()
+        for name, it in _shapes(state).items()
+    }
+
+
+def _shapes(found: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: it for name, it in found.items() if isinstance(it, Shape)}
 
 
 def require_loadable(files: Iterable[Path], classes: Collection[str], todo: str) -> None:

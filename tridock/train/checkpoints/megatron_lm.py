@@ -1,9 +1,8 @@
 """The weights of a checkpoint of a GPT-2 of Megatron-LM, whatever its strategy, tensor and pipeline parallel sizes."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +14,12 @@ from tridock.contracts.megatron_weights import (
     megatron_files,
     name_in_pipeline,
 )
-from tridock.contracts.pretrained import listed, shape_text
 from tridock.contracts.safe_pickles import MEGATRON_TODO
 from tridock.errors import Problem, RequestError
+from tridock.experiment.megatron_weights import megatron_name, split_dimension
 from tridock.experiment.model import Model
 from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
 from tridock.train.checkpoints.pickles import is_zip, megatron_classes, refusing_foreign, safe_torch_load
-
-_LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)\.(weight|bias)$")
-_IN_LAYER: Final = {
-    "input_norm": "input_layernorm",
-    "attention.query_key_value": "attention.query_key_value",
-    "attention.dense": "attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "dense_h_to_4h": "mlp.dense_h_to_4h",
-    "dense_4h_to_h": "mlp.dense_4h_to_h",
-}
-_OUTSIDE: Final = {
-    "token_embedding": "embedding.word_embeddings",
-    "position_embedding": "embedding.position_embeddings",
-    "final_norm": "transformer.final_layernorm",
-}
-_BY_COLUMNS: Final = ("token_embedding.weight", ".query_key_value.weight", ".query_key_value.bias", "dense_h_to_4h.")
-_BY_ROWS: Final = ("attention.dense.weight", "dense_4h_to_h.weight")
 
 
 class MegatronWeights:
@@ -66,50 +48,17 @@ class MegatronWeights:
             raise RequestError(Problem(str(folder), what, str(self.version), todo))
 
     @property
-    def ranks(self) -> int:
-        """The tensor parallel size."""
-        return len(self._ranks)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The first rank's shapes, by v1.1.5's names."""
-        return self._ranks[0].shapes
+    def parts(self) -> list[Mapping[str, tuple[int, ...]]]:
+        """Each tensor parallel rank's shapes, by v1.1.5's names."""
+        return [rank.shapes for rank in self._ranks]
 
     def read(self, name: str) -> Tensor:
         """Returns a weight by its name in engine torch; the token table has v1.1.5's padding."""
-        theirs = f"language_model.{_name_of(name)}"
-        parts = [rank.read(theirs) for rank in self._ranks]
+        parts = [rank.read(megatron_name(name)) for rank in self._ranks]
         if ".query_key_value." in name:
             parts = [self._by_heads(part) for part in parts]
-        if len(parts) > 1 and any(kind in name for kind in _BY_COLUMNS):
-            return torch.cat(parts)
-        if len(parts) > 1 and name.endswith(_BY_ROWS):
-            return torch.cat(parts, 1)
-        return parts[0]
-
-    def differences(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Yields weights that are missing, of another shape, or not ``expected``; those are by engine torch's names."""
-        todo = "change the model's fields, or name a checkpoint of its pretrain_gpt2.py"
-        names = {f"language_model.{_name_of(name)}": name for name in expected}
-        for number, rank in enumerate(self._ranks):
-            where = f"{self.folder}, tensor parallel rank {number}"
-            if missing := [name for name in names if name not in rank.shapes]:
-                yield Problem(where, "lacks weights of the experiment's model", listed(missing), todo)
-            if odd := sorted(rank.shapes.keys() - names):
-                yield Problem(where, "holds weights that the experiment's model lacks", listed(odd), todo)
-            for theirs, name in names.items():
-                here, there = self._share(name, expected[name]), rank.shapes.get(theirs, ())
-                if theirs in rank.shapes and here != there:
-                    what = "has another shape than in the experiment's model"
-                    got = f"{shape_text(there)}, not {shape_text(here)}"
-                    yield Problem(f"{where}: {theirs}", what, got, todo)
-
-    def _share(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of one rank's part of a weight."""
-        first, *rest = shape
-        if any(kind in name for kind in _BY_COLUMNS):
-            return (first // self.ranks, *rest)
-        return (first, rest[0] // self.ranks) if name.endswith(_BY_ROWS) else shape
+        split = split_dimension(name)
+        return parts[0] if split is None or len(parts) == 1 else torch.cat(parts, split)
 
     def _by_heads(self, part: Tensor) -> Tensor:
         """Returns queries, keys and values head by head, as since version 2 and in engine torch."""
@@ -153,13 +102,6 @@ def _is_megatrons(file: Path) -> bool:
     state = _load(file)
     names = [name for group in state.get("param_shapes") or () for name in group]
     return "language_model" in (state.get("module") or ()) or any(it.startswith("language_model.") for it in names)
-
-
-def _name_of(name: str) -> str:
-    if layer := _LAYER.match(name):
-        return f"transformer.layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{layer[3]}"
-    module, _, kind = name.partition(".")
-    return f"{_OUTSIDE[module]}.{kind}"
 
 
 def _pipeline(layers: Mapping[int, Path]) -> _Shard:

@@ -52,6 +52,26 @@ def test_what_the_computing_does_not_cover(fields: dict[str, Any], window: float
     assert fast.gradients == pytest.approx(alone / LAYERS)  # the last layer's come when all is computed
 
 
+def test_an_interleaved_pipeline_sends_each_chunks_gradients_beside_the_other_chunks() -> None:
+    """The other chunks work for as many micro batches as there are stages."""
+    fields = {
+        **CORE,
+        "parallel.pipeline_model_parallel_size": 2,
+        "parallel.use_tp_pp_dp_mapping": True,
+        "batch.global_batch_size": 2 * 2 * 2 * PASSES,
+    }
+    windows = []
+    for virtual in (1, 2):
+        experiment = with_fields(BASE, {**fields, "parallel.virtual_pipeline_model_parallel_size": virtual})
+        assumed = Assumptions(GPUS["a100-80gb"], network_gbit=0.5)
+        cost = assess(experiment, {"a": range(2), "b": range(2)}, "overlap", assumed).cost
+        assert cost is not None
+        assert cost.estimate is not None
+        alone = sum(cost.rates.seconds(one) for one in cost.traffic if one.group in ("data", "embedding"))
+        windows.append((alone - cost.estimate.gradients) / cost.estimate.compute)
+    assert windows == pytest.approx([2 / 3 / (2 * PASSES), 2 / 3 * 2 / (2 * PASSES)])
+
+
 def test_communication_takes_units_from_the_computation_beside_it() -> None:
     """NCCL's 16 channels over a network, of an A100's 108 units."""
     found, alone = estimated(1000.0, {"parallel.strategy": "fsdp"})

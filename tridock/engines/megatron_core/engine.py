@@ -112,13 +112,18 @@ class MegatronCore(Engine):
             # Gradients are sent during the last backward pass, weights during the next forward pass.
             return all_gather(size, (4 + short) * count) if distributed else all_reduce(size, 4 * count)
 
+        # A chunk of an interleaved pipeline sends its gradients when its last micro batch is done (``no_sync_func`` of
+        # each chunk), while the stage works on the other chunks for as many micro batches as it has stages.
+        stages = experiment.parallel.pipeline_model_parallel_size
+        together = stages if experiment.parallel.virtual_pipeline_model_parallel_size > 1 else 1
+        last_backward = backward_pass() * min(1.0, together / shape.accumulation)
         return Sent(
             exchanged(self._replicas(experiment, shape), weights.total - weights.experts),
             embedding,
             tensor,
             expert_gradient_bytes=exchanged(max(1, expert_replicas(experiment, shape.data)), weights.experts),
             overlapped=1.0,
-            computing=1 / shape.accumulation if distributed else backward_pass(shape.accumulation),
+            computing=last_backward + ((1 - backward_pass()) / shape.accumulation if distributed else 0.0),
             tensor_overlap="products" if overlap.is_planned(experiment, shape) else "weight gradients",
             hides_pipeline=experiment.parallel.virtual_pipeline_model_parallel_size > 1,
         )

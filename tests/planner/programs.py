@@ -28,6 +28,7 @@ from tridock.layout.shape import (
     Shape,
     States,
     Term,
+    hidden_bytes,
     layers_of_stage,
     recomputed_layers,
 )
@@ -91,6 +92,15 @@ class Scaling(MegatronCore):
         again = max(recomputed_layers(experiment, layers_of_stage(experiment, stage)) for stage in stages)
         numbers = self.sizes(experiment, "cuda").tokens * experiment.model.hidden_size
         return 2.0 * again * numbers * (sum(self._NORM) + self._NORM[0])
+
+
+class MegatronDeepSpeed2021(MegatronLM):
+    """Megatron-DeepSpeed before DeepSpeed's commit e2fdd254e (October 2021): between stages each tensor parallel rank
+    sends its part of the outputs, but whole gradients (``pipe/engine.py``: ``is_grad_partitioned = False``)."""
+
+    def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
+        found, size = super().sent(experiment, shape, stage), experiment.parallel.tensor_model_parallel_size
+        return replace(found, mask_bytes=found.mask_bytes + hidden_bytes(experiment) * (size - 1) // size)
 
 
 class MegatronDeepSpeedBf16(MegatronLM):
@@ -215,6 +225,7 @@ class NemoFp8(Nemo):
 
 PROGRAMS: Final[Mapping[str, Engine]] = {
     "scaling": Scaling(),
+    "megatron-deepspeed, 2021": MegatronDeepSpeed2021(),
     "megatron-deepspeed, bf16": MegatronDeepSpeedBf16(),
     "megatron-lm, 2021": Megatron2021(),
     "megatron-lm, transformer engine": MegatronWithKernels(),

@@ -1,6 +1,6 @@
 """Checkpoints of Megatron-LM: their files, and the model that they show.
 
-Of v1.1.5, with or without DeepSpeed, and of later versions' GPT-2 in the same files (``--ckpt-format torch``).
+Of v1.1.5, with or without DeepSpeed, and of later versions' legacy models in the same files (``--ckpt-format torch``).
 """
 
 import itertools
@@ -35,20 +35,21 @@ _LATER_NAMES: Final = {
 }
 """By names since v2.0, or since the end of 2023 those of norms, v1.1.5's."""
 _FOR_HEAD: Final = "word_embeddings_for_head."
-_OF_GPT2: Final[Mapping[str, Any]] = {
-    "apply_residual_connection_post_layernorm": False,
-    "add_bias_linear": True,
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
+_READ: Final[Mapping[str, tuple[Any, ...]]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "position_embedding_type": ("learned_absolute", "rope"),
+    "rotary_base": (10000,),
+    "rotary_seq_len_interpolation_factor": (1,),
     **dict.fromkeys(
         (
-            *("swiglu", "squared_relu", "use_rotary_position_embeddings", "apply_layernorm_1p", "num_experts"),
-            *("group_query_attention", "untie_embeddings_and_output_weights", "retro_add_retriever"),
+            *("apply_residual_connection_post_layernorm", "squared_relu", "apply_layernorm_1p", "qk_layernorm"),
+            *("num_experts", "retro_add_retriever", "rotary_interleaved", "use_rope_scaling"),
         ),
-        False,
+        (False,),
     ),
 }
-"""Megatron's arguments that another model has otherwise."""
+"""The values of Megatron's arguments that are read. Its legacy models do not pass ``rotary_base`` on: they rotate with
+10000 whatever it is (``megatron/legacy/model/language_model.py``)."""
 _TODO: Final = "name the folder of --save, or one checkpoint in it (iter_…, release, global_step…)"
 _COPY: Final = "copy the files of all ranks into this one folder"
 
@@ -187,35 +188,46 @@ def megatron_sizes(
 ) -> StoredWeights:
     """Returns the model that each tensor parallel rank's shapes show, and Megatron's arguments if they are there.
 
-    Raises :class:`RequestError` if it is no GPT-2.
+    Raises :class:`RequestError` if it is another model than a GPT-2 or a Llama.
     """
-    shapes, ranks = parts[0], len(parts)
+    shapes, ranks, given = parts[0], len(parts), arguments or {}
+    for name, read in _READ.items():
+        if given.get(name, None) not in (*read, None):
+            wanted = " or ".join(map(str, read))
+            what, todo = f"is of a model that is not read: its {name} is not {wanted}", "convert it with its own tools"
+            raise RequestError(Problem(str(folder), what, str(given[name]), f"{todo}, and use hf:DIR"))
+    is_rotary = bool(given.get("use_rotary_position_embeddings")) or given.get("position_embedding_type") == "rope"
     words, positions = shapes.get(WORDS), shapes.get(POSITIONS)
     layers = [int(found[1]) for name in shapes if (found := _IN_LAYERS.match(name))]
-    if words is None or positions is None or not layers:
-        got = f"no {WORDS if words is None else POSITIONS if positions is None else 'layers'}"
+    if words is None or (positions is None and not is_rotary) or not layers:
+        got = f"no {WORDS if words is None else 'layers' if not layers else POSITIONS}"
         todo = "name a checkpoint of pretrain_gpt2.py; convert another, or one of Megatron Core, with its own tools"
         raise RequestError(Problem(str(folder), "is of no GPT-2 of Megatron-LM", got, todo))
-    given = arguments or {}
-    for name, wanted in _OF_GPT2.items():
-        if given.get(name, wanted) not in (wanted, None):
-            what, todo = f"is no GPT-2: its {name} is not {wanted}", "convert it with its own tools, and use hf:DIR"
-            raise RequestError(Problem(str(folder), what, str(given[name]), todo))
     fields: dict[str, Any] = {
         "num_layers": 1 + max(layers),
         "hidden_size": words[1],
         "ffn_hidden_size": given.get("ffn_hidden_size") or 4 * words[1],
-        "max_position_embeddings": positions[0],
         **GPT2_LAYERS,
+        **{name: given[name] for name in ("normalization", "add_bias_linear") if given.get(name) is not None},
+        "swiglu": bool(given.get("swiglu")),
+        "untie_embeddings_and_output_weights": bool(given.get("untie_embeddings_and_output_weights")),
     }
+    if not fields["add_bias_linear"]:  # otherwise Megatron sets it
+        fields["add_qkv_bias"] = bool(given.get("add_qkv_bias"))
+    if is_rotary:
+        rotary = {"rotary_percent": given.get("rotary_percent") or 1.0, "rotary_base": 10000, "use_rope_scaling": False}
+        fields |= {"position_embedding_type": "rope", **rotary}
+    elif positions is not None:
+        fields["max_position_embeddings"] = positions[0]
     if heads := given.get("num_attention_heads"):
+        grouped = given.get("num_query_groups") if given.get("group_query_attention") else None
         fields |= {
             "num_attention_heads": heads,
-            "num_query_groups": heads,
+            "num_query_groups": grouped or heads,
             "kv_channels": given.get("kv_channels") or words[1] // heads,
         }
         is_tanh = given.get("bias_gelu_fusion") or given.get("openai_gelu")
-        fields |= {"activation_func": "gelu_tanh" if is_tanh else "gelu"}
+        fields |= {} if fields["swiglu"] else {"activation_func": "gelu_tanh" if is_tanh else "gelu"}
         epsilon = given.get("norm_epsilon", given.get("layernorm_epsilon"))
         fields |= {} if epsilon is None else {"norm_epsilon": epsilon}
     multiple = given.get("make_vocab_size_divisible_by", DIVISIBLE_BY)

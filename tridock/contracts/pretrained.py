@@ -16,7 +16,7 @@ HF: Final = "hf"
 DEEPSPEED: Final = "deepspeed"
 """A checkpoint that DeepSpeed's ``save_checkpoint`` wrote, of a model with transformers' names."""
 MEGATRON: Final = "megatron"
-"""A checkpoint of a GPT-2 of Megatron-LM v1.1.5, with or without DeepSpeed, or of later versions."""
+"""A checkpoint of Megatron-LM v1.1.5, with or without DeepSpeed, or of a legacy model of later versions."""
 FORMATS: Final = (HF, DEEPSPEED, MEGATRON)
 NAMES: Final[Mapping[str, str]] = {
     HF: "transformers model folder",

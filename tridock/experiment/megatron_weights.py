@@ -1,4 +1,4 @@
-"""Names and shapes of the weights of Megatron-LM's GPT-2, and how a checkpoint's differ from a model's. No I/O."""
+"""Names and shapes of the weights of Megatron-LM's legacy models, and how a checkpoint differs from a model. No I/O."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Final
 from tridock.contracts.pretrained import listed, shape_text
 from tridock.errors import Problem
 from tridock.experiment.model import Model
-from tridock.experiment.transformers_weights import TOKEN_TABLE, Shape, engine_shapes
+from tridock.experiment.transformers_weights import VOCABULARY, Shape, engine_shapes
 
 _LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)\.(weight|bias)$")
 _IN_LAYER: Final = {
@@ -16,14 +16,18 @@ _IN_LAYER: Final = {
     "attention.dense": "attention.dense",
     "mlp_norm": "post_attention_layernorm",
     "dense_h_to_4h": "mlp.dense_h_to_4h",
+    "gate": "mlp.dense_h_to_4h",
     "dense_4h_to_h": "mlp.dense_4h_to_h",
 }
 _OUTSIDE: Final = {
     "token_embedding": "embedding.word_embeddings",
     "position_embedding": "embedding.position_embeddings",
     "final_norm": "transformer.final_layernorm",
+    "output_layer": "output_layer",
 }
-_BY_COLUMNS: Final = (TOKEN_TABLE, ".query_key_value.weight", ".query_key_value.bias", "dense_h_to_4h.")
+_GATE: Final = ".gate."
+_WIDE: Final = ".dense_h_to_4h."
+_BY_COLUMNS: Final = (*VOCABULARY, ".query_key_value.weight", ".query_key_value.bias", _GATE, _WIDE)
 _BY_ROWS: Final = ("attention.dense.weight", "dense_4h_to_h.weight")
 
 
@@ -41,6 +45,14 @@ def split_dimension(name: str) -> int | None:
     return 0 if any(kind in name for kind in _BY_COLUMNS) else 1 if name.endswith(_BY_ROWS) else None
 
 
+def half(model: Model, name: str) -> int | None:
+    """Returns which half of Megatron's matrix a weight of engine torch's name is: with SwiGLU each rank's first matrix
+    of the MLP has the gate's rows before the others. None: it is all of it."""
+    if not model.swiglu or not (_GATE in name or _WIDE in name):
+        return None
+    return 0 if _GATE in name else 1
+
+
 def megatron_differences(
     model: Model, rows: int, parts: Sequence[Mapping[str, Sequence[int]]], folder: str
 ) -> Iterator[Problem]:
@@ -50,7 +62,10 @@ def megatron_differences(
     ``rows``: of the token table over all tensor parallel ranks. ``parts``: each rank's shapes, by v1.1.5's names.
     """
     todo = "change the model's fields, or name a checkpoint of its pretrain_gpt2.py"
-    expected = {megatron_name(name): _share(name, shape, len(parts)) for name, shape in engine_shapes(model, rows)}
+    expected: dict[str, Shape] = {}
+    for name, (first, *rest) in engine_shapes(model, rows):
+        whole = (first, *rest) if half(model, name) is None else (2 * first, *rest)
+        expected[megatron_name(name)] = _share(name, whole, len(parts))
     for number, shapes in enumerate(parts):
         where = f"{folder}, tensor parallel rank {number},"
         if missing := [name for name in expected if name not in shapes]:

@@ -238,7 +238,7 @@ class Train(Section):
         description="Checkpoint folder to resume from (of a run: runs/<run-id>/checkpoints). May be the same as"
         " checkpoint_folder: the first run then starts from scratch, later ones resume. Or start from weights:"
         " hf:FOLDER, a transformers model folder; deepspeed:FOLDER, a checkpoint of DeepSpeed (ZeRO 0 to 3) of such a"
-        " model; megatron:FOLDER, a GPT-2 of Megatron-LM v1.1.5 or later.",
+        " model; megatron:FOLDER, a GPT-2 or Llama of Megatron-LM v1.1.5 or later.",
     )
     seed: Count = Field(
         default=1234, description="Random seed of the weights, of dropout and of the order of the data."

@@ -21,7 +21,7 @@ from tridock.errors import RequestError
 from tridock.experiment.inputs import weights_problems
 from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
-from tridock.experiment.transformers_weights import TOKEN_TABLE
+from tridock.experiment.transformers_weights import VOCABULARY
 from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
 from tridock.train.checkpoints.megatron_lm import MegatronWeights
 from tridock.train.huggingface.weights import Pretrained, Weights, checked_model, names_of
@@ -70,7 +70,7 @@ class _Megatron(Weights):
 
     def read(self, name: str) -> Tensor:
         weight = self._stored.read(name)
-        return weight[: self._tokens] if name == TOKEN_TABLE else weight
+        return weight[: self._tokens] if name in VOCABULARY else weight
 
     def close(self) -> None:
         del self._stored

@@ -35,21 +35,26 @@ NAMES = {
     "attention.dense": "attention.dense",
     "dense_h_to_4h": "mlp.dense_h_to_4h",
     "dense_4h_to_h": "mlp.dense_4h_to_h",
+    "output_layer": "output_layer",
 }
 
 
 def shards(gpt: GPT, ranks: int, version: float = 2.0) -> list[dict[str, Tensor]]:
     """Each tensor parallel rank's weights by v1.1.5's names, ordered as this version's attention expects."""
     found: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
-    for name, given in gpt.named_parameters():
-        weight = given.detach()
+    weights = {name: it.detach() for name, it in gpt.named_parameters()}
+    for name, weight in weights.items():
         module, _, kind = name.rpartition(".")
         prefix, module = re.match(r"(layers\.\d+\.)?(.*)", module).groups()  # type: ignore[union-attr]
+        if module == "gate":
+            continue  # in the first matrix of the MLP
         theirs = f"{'transformer.' + prefix if prefix else ''}{NAMES[module]}.{kind}"
-        if module == "token_embedding":
+        if module in ("token_embedding", "output_layer"):
             weight = torch.cat([weight[:TOKENS], torch.full((ROWS - TOKENS, 32), 7.0)])
-        if module in ("token_embedding", "attention.query_key_value", "dense_h_to_4h"):
+        if module in ("token_embedding", "output_layer", "attention.query_key_value", "dense_h_to_4h"):
             parts = list(weight.chunk(ranks))
+            if module == "dense_h_to_4h" and (gate := weights.get(f"{prefix}gate.{kind}")) is not None:
+                parts = [torch.cat(both) for both in zip(gate.chunk(ranks), parts, strict=True)]
         elif kind == "weight" and module in ("attention.dense", "dense_4h_to_h"):
             parts = list(weight.chunk(ranks, 1))
         else:
@@ -68,7 +73,9 @@ def nested(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     model: dict[str, Any] = {"embedding": {"word_embeddings": {}, "position_embeddings": {}}, "transformer": {}}
     for name, weight in weights.items():
         _, place, rest = name.split(".", 2)
-        if place == "embedding":
+        if place == "output_layer":
+            model[place] = {rest: weight}
+        elif place == "embedding":
             table, _, kind = rest.partition(".")
             model[place][table][kind] = weight
         else:
@@ -189,8 +196,11 @@ def later(folder: Path, gpt: GPT, ranks: int, stages: int, virtual: int, *, sinc
                     own |= {name.replace(prefix, f"layers.{number}.", 1): it for name, it in found.items()}
                 begins, ends = (chunk, stage) == (0, 0), (chunk, stage) == (virtual - 1, stages - 1)
                 language: dict[str, Any] = {"embedding": whole["embedding"]} if begins else {}
-                model: dict[str, Any] = {"language_model": language | {"encoder": own | (norm if ends else {})}}
-                if ends and not begins:
+                output = {"output_layer": whole["output_layer"]} if ends and "output_layer" in whole else {}
+                model: dict[str, Any] = {
+                    "language_model": language | {"encoder": own | (norm if ends else {})} | output
+                }
+                if ends and not begins and not output:
                     model["word_embeddings_for_head"] = {"weight": whole["embedding"]["word_embeddings"]["weight"]}
                 models.append(model)
             place = folder / "iter_0000007" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))

@@ -29,7 +29,7 @@ from tests.unit.train.megatron_checkpoints import (
     with_deepspeed,
 )
 from tests.unit.train.pretrained_models import assert_equal, gpt_of, loaded, loading, preflight
-from tests.unit.train.test_huggingface import LLAMA, TOKENS
+from tests.unit.train.test_huggingface import GPT2, LLAMA, TOKENS
 from tridock.errors import RequestError
 from tridock.node.probes.pretrained import stored_weights
 from tridock.train.pretrained import pretrained_weights
@@ -219,17 +219,17 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     assert both(plain(tmp_path / "b", gpt, 1, model=core)) == (
         f"DIR/iter_0000007: is of no GPT-2 of Megatron-LM; got {no_words}; {todo}"
     )
-    others = {
-        "apply_residual_connection_post_layernorm": (True, False),
-        "swiglu": (True, False),
-        "apply_layernorm_1p": (True, False),
-        "num_experts": (8, False),
-        "add_bias_linear": (False, True),
-        "position_embedding_type": ("rope", "learned_absolute"),
+    others: dict[str, tuple[Any, str]] = {
+        "apply_residual_connection_post_layernorm": (True, "False"),
+        "squared_relu": (True, "False"),
+        "apply_layernorm_1p": (True, "False"),
+        "num_experts": (8, "False"),
+        "position_embedding_type": ("none", "learned_absolute or rope"),
+        "rotary_base": (500000, "10000"),
     }
     for name, (value, wanted) in others.items():
         assert both(plain(tmp_path / name, gpt, args=Namespace(**{**ARGS, name: value}))) == (
-            f"DIR/iter_0000007: is no GPT-2: its {name} is not {wanted}; got {value};"
+            f"DIR/iter_0000007: is of a model that is not read: its {name} is not {wanted}; got {value};"
             " convert it with its own tools, and use hf:DIR"
         )
     assert refusal(plain(tmp_path / "d", gpt, version=4.0)) == (
@@ -300,6 +300,43 @@ def test_later_versions_have_a_folder_for_each_stage(
     assert refusal(folder, {**fields, "num_layers": 3}) == (
         "model.num_layers: the weights of train.load have 4; got 3; set it to 4"
     )
+
+
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "rotary_base": 10000, "untie_embeddings_and_output_weights": True},
+    "tied, half rotated, with biases of queries, keys and values": {
+        **LLAMA, "rotary_base": 10000, "rotary_percent": 0.5, "add_qkv_bias": True,
+    },
+    "swiglu with biases, LayerNorm": {**GPT2, "ffn_hidden_size": 48, "swiglu": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", LLAMAS.values(), ids=LLAMAS)
+@pytest.mark.parametrize(("ranks", "stages", "virtual"), LATER)
+def test_later_versions_llamas_are_read(
+    tmp_path: Path, fields: dict[str, Any], ranks: int, stages: int, virtual: int
+) -> None:
+    fields = {**fields, "num_layers": 4}
+    gpt, is_llama = gpt_of(fields), "position_embedding_type" in fields
+    own = ("ffn_hidden_size", "swiglu", "norm_epsilon", "rotary_percent", "add_qkv_bias", "num_query_groups")
+    given = {name: fields[name] for name in (*own, "untie_embeddings_and_output_weights") if name in fields}
+    given = {"add_qkv_bias": True, **given} if fields.get("add_bias_linear", True) else given  # as Megatron sets it
+    if is_llama:
+        given |= {"normalization": "RMSNorm", "add_bias_linear": False, "group_query_attention": True}
+        given |= {"position_embedding_type": "rope", "rotary_base": 10000}
+    folder = later(tmp_path / "ck", gpt, ranks, stages, virtual, since_2023=True, **given)
+    assert_equal(megatron(folder, fields), gpt)
+    assert preflight(folder, fields, "megatron") == []
+    have = "the weights of train.load have"
+    assert [str(it) for it in preflight(folder, {**fields, "swiglu": False}, "megatron")] == [
+        f"model.swiglu: {have} true; got false; set it to true"
+    ]
+    if is_llama:
+        other = {**fields, "rotary_base": 500000, "num_query_groups": 4}
+        assert [str(it) for it in preflight(folder, other, "megatron")] == [
+            f"model.rotary_base: {have} 10000; got 500000; set it to 10000",
+            f"model.num_query_groups: {have} 2; got 4; set it to 2",
+        ]
 
 
 def test_a_stage_that_is_missing_is_named(tmp_path: Path) -> None:

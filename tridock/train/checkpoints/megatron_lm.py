@@ -1,4 +1,4 @@
-"""The weights of a checkpoint of a GPT-2 of Megatron-LM, whatever its strategy, tensor and pipeline parallel sizes."""
+"""The weights of a checkpoint of Megatron-LM's legacy models, whatever its strategy and parallel sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from tridock.contracts.megatron_weights import (
 )
 from tridock.contracts.safe_pickles import MEGATRON_TODO
 from tridock.errors import Problem, RequestError
-from tridock.experiment.megatron_weights import megatron_name, split_dimension
+from tridock.experiment.megatron_weights import half, megatron_name, split_dimension
 from tridock.experiment.model import Model
 from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
 from tridock.train.checkpoints.pickles import is_zip, megatron_classes, refusing_foreign, safe_torch_load
@@ -53,10 +53,12 @@ class MegatronWeights:
         return [rank.shapes for rank in self._ranks]
 
     def read(self, name: str) -> Tensor:
-        """Returns a weight by its name in engine torch; the token table has v1.1.5's padding."""
+        """Returns a weight by its name in engine torch; tables have v1.1.5's padding."""
         parts = [rank.read(megatron_name(name)) for rank in self._ranks]
         if ".query_key_value." in name:
             parts = [self._by_heads(part) for part in parts]
+        if (number := half(self._model, name)) is not None:
+            parts = [part.chunk(2)[number] for part in parts]
         split = split_dimension(name)
         return parts[0] if split is None or len(parts) == 1 else torch.cat(parts, split)
 

@@ -104,6 +104,12 @@ class Gpu:
         return self.kernels is _VOLTA
 
     @property
+    def pair_share(self) -> float:
+        """Share of the bandwidth to other GPUs of the node that one of them can have. A V100 has six NVLinks without a
+        switch, at most two of them to the same GPU (NVIDIA, DGX-1 system architecture)."""
+        return 1 / 3 if self.kernels is _VOLTA else 1.0
+
+    @property
     def has_multicast(self) -> bool:
         """Whether one write reaches all GPUs of a node: from Hopper on, through NVSwitch."""
         return self.tflops_8 is not None and (self.link_gb_s or 0) >= _NVSWITCH_GB_S

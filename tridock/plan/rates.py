@@ -86,7 +86,7 @@ class Rates:
         memory = (None if gpu is None else gpu.memory_gb_s) or DEFAULT_MEMORY_GB_S
         if tflops is not None:
             flat = Device(tflops, 1, 1.0, 1.0, memory, 0.0, flat=True)
-            return cls(tflops, GIVEN, link, network, source, memory, peak, flat)
+            return cls(tflops, GIVEN, link, network, source, memory, peak, flat, gpu=gpu)
         if gpu is None or peak is None:
             return cls(None, "unknown", link, network, source, memory, peak, None)
         kernels = gpu.kernels
@@ -173,7 +173,9 @@ class Rates:
         if one.link in self.links:
             return moved / (self.links[one.link][1] * 1e9)
         if self.link_gb_s > _PCIE_GB_S:
-            return moved / (self.link_gb_s * _NVLINK_SHARE * 1e9)
+            of_two = one.size == 2 or one.group == "pipeline"
+            share = self.gpu.pair_share if self.gpu is not None and of_two else 1.0
+            return moved / (self.link_gb_s * share * _NVLINK_SHARE * 1e9)
         share = next((share for most, share in _PCIE_SHARES.items() if one.span <= most), min(_PCIE_SHARES.values()))
         crossing = one.sharing if one.span > min(_PCIE_SHARES) else 1
         return moved * crossing / (self.link_gb_s * share * 1e9)

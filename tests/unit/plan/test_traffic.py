@@ -214,6 +214,13 @@ def test_groups_share_the_way_between_the_halves_of_a_node_without_a_switch(gpu:
     assert rates.carried(through, 1e9) / rates.carried(beside, 1e9) == pytest.approx(slower)
 
 
+@pytest.mark.parametrize(("gpu", "slower"), [("v100-32gb", 3.0), ("a100-80gb", 1.0)])
+def test_two_gpus_have_few_links_without_a_switch(gpu: str, slower: float) -> None:
+    rates = Rates.of(GPUS[gpu], "fp16", None, None)
+    two, four = (Traffic("tensor", size, "node", 1, 10**9, 10**9) for size in (2, 4))
+    assert rates.carried(two, 1e9) / rates.carried(four, 1e9) == pytest.approx(slower)
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[dict[str, Any], int, int, int]:
     """Of megatron-core: the layout, replicas, micro batches of a step, slots of a node."""

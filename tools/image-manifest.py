@@ -21,10 +21,15 @@ DEBIAN_PACKAGES = ("libc6", "numactl", "openssh-client", "openssh-server", "pdsh
 
 
 def python_packages() -> dict[str, str]:
-    """Every distribution that Python sees, by name. The first of a name on the path is the one that is imported."""
+    """Every distribution that Python sees, by name. The first of a name on the path is the one that is imported.
+
+    The metadata of a distribution may lack its version, as in NVIDIA's image 24.12; without a name it is left out.
+    """
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        found.setdefault(distribution.metadata["Name"].lower(), distribution.version)
+        facts = distribution.metadata.json
+        if "name" in facts:
+            found.setdefault(str(facts["name"]).lower(), str(facts.get("version", "unknown")))
     return dict(sorted(found.items()))
 
 

@@ -36,10 +36,11 @@ class BaseImage(NamedTuple):
 
 # Newest first. Sources: NVIDIA's release notes (docs.nvidia.com/deeplearning/frameworks/pytorch-release-notes, pages
 # rel-25-12.html and rel-24-12.html). The torch of 24.12 is commit df5bbc09d1 of October 2024, older than 2.6. Its NCCL
-# is what a run on four H200 in it printed (github.com/weiyu1218/MForge, "NCCL 2.23.4+cuda12.6").
+# is what a run on four H200 in it printed (github.com/weiyu1218/MForge, "NCCL 2.23.4+cuda12.6"); a user of it reports
+# that its torch is compiled for NumPy 1 and cannot exchange arrays with NumPy 2.
 BASE_IMAGES = (
     BaseImage("nvcr.io/nvidia/pytorch:25.12-py3", "3.12", "2.10.0a0", "13.1", 580, (7, 5), "2.10", "2.28.9"),
-    BaseImage("nvcr.io/nvidia/pytorch:24.12-py3", "3.12", "2.6.0a0", "12.6", 525, (7, 0), nccl="2.23.4"),
+    BaseImage("nvcr.io/nvidia/pytorch:24.12-py3", "3.12", "2.6.0a0", "12.6", 525, (7, 0), nccl="2.23.4", numpy="1.x"),
 )
 
 

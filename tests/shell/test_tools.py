@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -105,11 +106,12 @@ def test_a_version_that_an_added_package_cannot_use_is_put_in_front(tmp_path: Pa
     for place, name, version, wants in (
         (base, "protobuf", "5.29.5", ()),
         (base, "numpy", "1.26.4", ()),
-        (own, "board", "1.0", ("protobuf>=6", "numpy>=2", "protobuf<5 ; extra == 'old'", "absent>=1")),
+        (base, "remains", "", ()),
+        (own, "board", "1.0", ("protobuf>=6", "numpy>=2", "protobuf<5 ; extra == 'old'", "absent>=1", "remains>=1")),
     ):
         folder = place / f"{name}-{version}.dist-info"
         folder.mkdir(parents=True)
-        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {text}" for text in wants)]
+        lines = [f"Name: {name}", *[f"Version: {version}"] * bool(version), *(f"Requires-Dist: {it}" for it in wants)]
         (folder / "METADATA").write_text("\n".join(lines) + "\n")
     packaging = Path(
         subprocess.check_output(
@@ -124,7 +126,20 @@ def test_a_version_that_an_added_package_cannot_use_is_put_in_front(tmp_path: Pa
     assert done.stderr == (
         "the locked protobuf goes in front of the base's 5.29.5: board wants protobuf>=6\n"
         "the base's numpy 1.26.4 stays, although board wants numpy>=2\n"
+        "the base's remains 0 stays, although board wants remains>=1\n"
     )
+
+
+def test_the_manifest_lists_distributions_without_a_version(tmp_path: Path) -> None:
+    for folder, metadata in (("a-1.dist-info", "Name: A"), ("b-1.dist-info", "Version: 1"), ("c-1.dist-info", None)):
+        (tmp_path / folder).mkdir()
+        if metadata is not None:
+            (tmp_path / folder / "METADATA").write_text(f"Metadata-Version: 2.1\n{metadata}\n")
+    program = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['python_packages']()))"
+    done = run(sys.executable, "-c", program, ROOT / "tools/image-manifest.py", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    packages = json.loads(done.stdout)
+    assert packages["a"] == "unknown"
+    assert packages["numpy"][0].isdecimal()
 
 
 def test_locks_name_no_index_and_have_hashes() -> None:

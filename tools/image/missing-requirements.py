@@ -46,6 +46,11 @@ def is_installed(name: str) -> bool:
     return True
 
 
+def version_of(name: str) -> str:
+    """The version that is in sight, or 0 where its metadata has none."""
+    return str(metadata.distribution(name).metadata.json.get("version", "0"))
+
+
 def own_distributions() -> Iterator[metadata.Distribution]:
     """The distributions of this environment itself, without those of the base below it."""
     for distribution in metadata.distributions():
@@ -62,9 +67,7 @@ def unfit() -> Iterator[tuple[str, str]]:
             wanted = Requirement(text)
             if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
                 continue
-            if is_installed(wanted.name) and not wanted.specifier.contains(
-                metadata.version(wanted.name), prereleases=True
-            ):
+            if is_installed(wanted.name) and not wanted.specifier.contains(version_of(wanted.name), prereleases=True):
                 yield normalized(wanted.name), f"{distribution.metadata['Name']} wants {text}"
 
 
@@ -75,7 +78,7 @@ def main() -> None:
         return
     replaced: dict[str, str] = {}
     for name, why in unfit():
-        version = metadata.version(name)
+        version = version_of(name)
         if name in lock and KEPT.fullmatch(name) is None:
             print(f"the locked {name} goes in front of the base's {version}: {why}", file=sys.stderr)
             replaced[name] = lock[name]

@@ -163,7 +163,7 @@ class Fast:
         self._tokens: dict[str, int] = {token["content"]: token["id"] for token in added}
         longest_first = sorted(self._tokens, key=len, reverse=True)
         self._token = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        self._long_words = LongWords.of(description["model"])  # parts of texts have no added tokens
+        self._long_words = _long_words(description)  # parts of texts have no added tokens
         self._normalized: Callable[[str], str] | None = _nfc() if description["normalizer"] is not None else None
         import gigatoken
 
@@ -314,7 +314,12 @@ def can_be_cut(description: dict[str, Any], accepts_special: bool) -> bool:
 
 def long_words_of(description: dict[str, Any], accepts_special: bool) -> LongWords | None:
     """Returns None for a tokenizer with added tokens that may occur in a text, also within a word."""
-    return None if _tokens_of_texts(description, accepts_special) else LongWords.of(description["model"])
+    return None if _tokens_of_texts(description, accepts_special) else _long_words(description)
+
+
+def _long_words(description: dict[str, Any]) -> LongWords | None:
+    groups_digits = _pattern_of(description["pre_tokenizer"]) == _SPLITS[1]
+    return LongWords.of(description["model"], digits=not groups_digits)
 
 
 def _strips(token: dict[str, Any]) -> bool:
@@ -338,6 +343,12 @@ def _is_known_split(split: object) -> bool:
     match split:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return True
+    return _pattern_of(split) in _SPLITS
+
+
+def _pattern_of(split: object) -> str | None:
+    """Returns the regular expression of a split like Qwen's; None for another kind."""
+    match split:
         case {
             "type": "Sequence",
             "pretokenizers": [
@@ -345,8 +356,8 @@ def _is_known_split(split: object) -> bool:
                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
             ],
         }:
-            return pattern in _SPLITS
-    return False
+            return cast(str, pattern)
+    return None
 
 
 class Vocabulary:

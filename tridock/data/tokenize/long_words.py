@@ -22,24 +22,33 @@ _OVERLAP: Final = 1024
 """Characters that two pieces have in common, at least; more than the longest token."""
 _SEEN: Final = 4 * _OVERLAP
 """Characters before a cut that must be of its kind."""
+_Kinds = tuple[tuple[int, re.Pattern[str]], ...]
 _KINDS: Final = (
     (1, re.compile(r"[A-Za-z]+|\n+| +|[!-/:-@\[-`{-~]+")),
+    (2, re.compile("[\u03b1-\u03c9\u0430-\u044f\u05d0-\u05ea\u0627-\u063a\u0641-\u064a]+")),
     (3, re.compile("[\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]+")),
+    (4, re.compile("[\U0001f300-\U0001f64f]+")),
 )
 """Characters that are one word if they repeat, in every split that is cut, and that NFC leaves alone; with their bytes
-in UTF-8. No digits: Llama 3 splits them into threes, from the first one on."""
+in UTF-8. Of two bytes: Greek, Cyrillic, Hebrew and Arabic letters."""
+_DIGITS: Final = (1, re.compile("[0-9]+"))
 
 
 class LongWords:
     """Cuts the long words of a tokenizer without added tokens."""
 
-    def __init__(self, vocabulary: Mapping[str, int]) -> None:
-        """``vocabulary`` has the tokens in the alphabet of byte-level BPE: a character for each byte."""
+    def __init__(self, vocabulary: Mapping[str, int], digits: bool = True) -> None:
+        """``vocabulary`` has the tokens in the alphabet of byte-level BPE: a character for each byte.
+
+        ``digits``: cut runs of digits too. Not with Llama 3's split, which makes words of three digits, counted
+        from the first one.
+        """
+        self._kinds: _Kinds = (*_KINDS, _DIGITS) if digits else _KINDS
         self._bytes = np.zeros(max(vocabulary.values()) + 1, np.int64)
         self._bytes[list(vocabulary.values())] = list(map(len, vocabulary))
 
     @classmethod
-    def of(cls, model: Mapping[str, Any]) -> LongWords | None:
+    def of(cls, model: Mapping[str, Any], digits: bool = True) -> LongWords | None:
         """Returns None for a ``model`` of tokenizer.json that may encode a word in another way, or drop bytes of it."""
         from tokenizers.pre_tokenizers import ByteLevel
 
@@ -48,18 +57,18 @@ class LongWords:
             return None
         vocabulary = model["vocab"]
         complete = all(byte in vocabulary for byte in ByteLevel.alphabet())
-        return cls(vocabulary) if complete and max(map(len, vocabulary)) < _OVERLAP else None
+        return cls(vocabulary, digits) if complete and max(map(len, vocabulary)) < _OVERLAP else None
 
     def encode(self, text: str, encode: Callable[[str], Ids], size: int) -> Iterator[Ids]:
         """Yields the ids of a text in parts, from pieces of about ``size`` characters, if it can be cut there."""
-        start, (end, width) = 0, _cut(text, 0, size)
+        start, (end, width) = 0, self._cut(text, 0, size)
         ids = encode(text[:end])
         while end < len(text):
             if (border := self._border(ids, width)) is None:
                 break
             count, overlap = border
             begin = end - overlap // width
-            after, following = _cut(text, begin, size)
+            after, following = self._cut(text, begin, size)
             more = encode(text[begin:after])
             if (same := self._same_token(ids[count:], more, width)) is None:
                 break
@@ -87,15 +96,14 @@ class LongWords:
         same = np.flatnonzero((common % width == 0) & (one[in_one] == other[in_other]))
         return (int(in_one[same[0]]), int(in_other[same[0]])) if len(same) else None
 
+    def _cut(self, text: str, begin: int, size: int) -> tuple[int, int]:
+        """Returns a place inside of a long word, and the bytes of each of its characters there.
 
-def _cut(text: str, begin: int, size: int) -> tuple[int, int]:
-    """Returns a place inside of a long word, and the bytes of each of its characters there.
-
-    The place is at least ``size`` characters behind ``begin``, or the end of the text if no word is that long.
-    """
-    step = max(size, _SEEN)
-    for place in range(begin + step, len(text) - 2, step):
-        for width, kind in _KINDS:
-            if kind.fullmatch(text, place - _SEEN, place + 2):
-                return place, width
-    return len(text), 1
+        The place is at least ``size`` characters behind ``begin``, or the end of the text if no word is that long.
+        """
+        step = max(size, _SEEN)
+        for place in range(begin + step, len(text) - 2, step):
+            for width, kind in self._kinds:
+                if kind.fullmatch(text, place - _SEEN, place + 2):
+                    return place, width
+        return len(text), 1

@@ -55,9 +55,9 @@ class PausedRun:
     exit_code: int
 
     def release(self) -> None:
-        ranks = self.rack["host-b"].ranks(self.run_id)
+        ranks = self.rack["host-a"].ranks(self.run_id)
         assert ranks, "the paused run has lost its rank"
-        self.rack["host-b"].signal("CONT", ranks)
+        self.rack["host-a"].signal("CONT", ranks)
 
 
 def lives(paused: PausedRun) -> bool:

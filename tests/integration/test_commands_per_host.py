@@ -15,17 +15,17 @@ HOSTS = 3
 # On the head, and on each other host. The head also keeps the lock of `up` and `down`, the queue, a run's log, the
 # rendezvous port, and starts runs and connections to all nodes.
 COMMANDS = {
-    "up, first": (4, 3),
+    "up, first": (2, 1),
     "up, again": (2, 1),
     "status": (2, 1),
     "check": (3, 1),
-    "run": (5, 2),
+    "run": (4, 1),
     "logs": (2, 1),
-    "stop": (2, 2),
+    "stop": (1, 1),
     "keys": (1, 1),
-    "down --force": (3, 2),
-    "up": (4, 3),
-    "down": (3, 2),
+    "down --force": (2, 1),
+    "up": (2, 1),
+    "down": (2, 1),
 }
 
 

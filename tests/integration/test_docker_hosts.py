@@ -262,14 +262,18 @@ def test_a_run_that_fails_says_so_with_its_ranks_own_message(rack_up: Up) -> Non
 
 @pytest.fixture(scope="module")
 def paused(rack_up: Up) -> Iterator[PausedRun]:
-    """A run whose second rank is paused in mid-training: rank 0 waits for it. Its terminal was left with Ctrl-C."""
+    """A run whose first rank is paused in mid-training: rank 1 waits for it. Its terminal was left with Ctrl-C."""
     rack = rack_up.rack
     arguments = tiny(train__train_iters=160, launch__hang_timeout=0)
     with rack.attached("launch", *arguments, "--run-id-file", "paused") as terminal:
         run_id = run_id_of(rack.project / "paused")
-        wait_until(lambda: rack["host-b"].ranks(run_id) != [], "its rank has started", 120)
-        wait_until(lambda: len(metrics(rack, run_id)) > 0, "the first steps are done", 120)
-        rack["host-b"].signal("STOP", rack["host-b"].ranks(run_id))
+        wait_until(lambda: rack["host-a"].ranks(run_id) != [], "its rank has started", 120)
+        # On the host itself: asked from here on a busy machine, the run could be over between two answers.
+        rack["host-a"].sh(
+            'timeout 120 sh -c \'until [ "$(wc -l <"$0")" -ge 2 ]; do sleep 0.02; done 2>/dev/null\' "$1"\n'
+            f"kill -STOP {' '.join(map(str, rack['host-a'].ranks(run_id)))}",
+            f"{RUNS}/{run_id}/metrics.jsonl",
+        )
         assert state_of(rack, run_id) == "running"
         code = terminal.interrupt()
         yield PausedRun(rack, run_id, terminal.text(), code)

@@ -68,7 +68,7 @@ def _up(arguments: argparse.Namespace) -> int:
     """Start the cluster: create the keys, distribute the image, and start one node per host. Skip what is already
     right.
     """
-    session = open_session(arguments)
+    session = open_session(arguments, ahead=True)
     from tridock.ops.hosts import nodes
 
     nodes.ask_whether_ready(session)
@@ -85,7 +85,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 def _down(arguments: argparse.Namespace) -> int:
     """Remove the nodes. Run folders and data stay on the hosts."""
-    session = open_session(arguments)
+    session = open_session(arguments, ahead=True)
     from tridock.ops.hosts import nodes
 
     removed = nodes.down(session, force=arguments.force)
@@ -96,7 +96,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 def _keys(arguments: argparse.Namespace) -> int:
     """Create and distribute the SSH keys that the nodes use to reach each other."""
-    session = open_session(arguments)
+    session = open_session(arguments, ahead=True)
     from tridock.ops.hosts.keys import distribute_keys
 
     store = distribute_keys(session, rotate=arguments.rotate)
@@ -112,7 +112,7 @@ def _check(arguments: argparse.Namespace) -> int:
     config = config_of(arguments)
     if arguments.set and config is None:
         raise RequestError(Problem("--set", "needs an experiment, but none is named", "", "name one with --config"))
-    session = open_session(arguments)
+    session = open_session(arguments, ahead=True)
     from tridock.ops import doctor
 
     report = doctor.check(session, doctor.Request(config, arguments.set) if config else None)
@@ -128,7 +128,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _status(arguments: argparse.Namespace) -> int:
     """Show the nodes, the last runs and their progress. Hosts that do not answer are listed as unreachable."""
-    session = open_session(arguments)
+    session = open_session(arguments, ahead=True)
     if not arguments.watch:
         tables, failure = _tables(session)
         print_tables(*tables)

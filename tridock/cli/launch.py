@@ -103,7 +103,8 @@ def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
 
 def _launch(arguments: argparse.Namespace) -> int:
     """Run an experiment on the cluster and follow its output. Ctrl-C detaches, and the run continues."""
-    session = open_session(arguments, lambda cluster: cluster.first(arguments.nodes, arguments.slots))
+    first = lambda cluster: cluster.first(arguments.nodes, arguments.slots)  # noqa: E731
+    session = open_session(arguments, first, ahead=not arguments.dry_run)
     from tridock.ops.doctor import ask_for_quick_reports
     from tridock.ops.runs import launch
     from tridock.ops.runs.default_experiment import choose_experiment
@@ -119,6 +120,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.check:
         ask_for_quick_reports(session)
+    session.keeps_shells = True
     prepared = launch.on_hosts_gpus(session, prepared)
     if not arguments.quiet:
         console().print(headline(prepared.assessment))
@@ -230,10 +232,11 @@ def reachable(session: Session) -> tuple[Session, TridockError | None]:
 
 def _logs(arguments: argparse.Namespace) -> int:
     """Follow a run's output, or print the logs of ranks or of a node."""
-    session = reachable(open_session(arguments))[0]
+    session = open_session(arguments, ahead=True)
     from tridock.ops.runs.logs import choose_ranks, read_rank_logs
     from tridock.ops.runs.registry import choose_run
 
+    session = reachable(session)[0]
     run = choose_run(session, run_of(arguments), active=False)
     if not arguments.rank and not arguments.node:
         return follow(arguments, session, run)
@@ -246,8 +249,11 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 def _stop(arguments: argparse.Namespace) -> int:
     """Stop one run on every node. Other runs continue."""
-    session, failure = reachable(open_session(arguments))
+    session = open_session(arguments, ahead=True)
     from tridock.ops.runs.registry import choose_run, stop
+
+    session.keeps_shells = True
+    session, failure = reachable(session)
 
     run = choose_run(session, run_of(arguments), active=True)
     nodes = stop(session, run)
@@ -271,7 +277,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 def _runs(arguments: argparse.Namespace) -> int:
     """List all runs with their state, newest first."""
-    session = open_session(arguments)
+    session = open_session(arguments, ahead=True)
     from tridock.ops.runs.registry import ask_for_runs, list_runs
     from tridock.report.run_tables import history_table
 

@@ -218,11 +218,15 @@ def hostfile_of(arguments: argparse.Namespace) -> Path:
 
 
 def open_session(
-    arguments: argparse.Namespace, change: Callable[[Cluster], Cluster] = lambda cluster: cluster
+    arguments: argparse.Namespace,
+    change: Callable[[Cluster], Cluster] = lambda cluster: cluster,
+    *,
+    ahead: bool = False,
 ) -> Session:
-    """The cluster that the options name, as ``change`` leaves it. Contacts no host yet.
+    """The cluster that the options name, as ``change`` leaves it. Contacts no host yet, unless ``ahead``.
 
-    Call it before the imports that a command needs: until they are done, ssh has looked up where the hosts are.
+    Call it before the imports that a command needs: meanwhile ssh looks up where the hosts are, and with ``ahead``
+    connections open.
     """
     hostfile = hostfile_of(arguments)
     try:
@@ -232,6 +236,8 @@ def open_session(
     except ModuleNotFoundError as missing:
         todo = "run it on the machine from which you manage the hosts: a node has no access to them"
         raise RequestError(Problem("--hosts", "needs the package fabric", str(missing), todo)) from None
+    if ahead:
+        session.connect_ahead()
     session.quiet = getattr(arguments, "quiet", False)
     return session
 

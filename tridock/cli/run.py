@@ -65,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
     """
     if arguments.slurm is not None:
         return _run_under_slurm(arguments)
-    session = open_session(arguments, lambda cluster: _cluster(arguments, cluster))
+    session = open_session(arguments, lambda cluster: _cluster(arguments, cluster), ahead=not arguments.dry_run)
     from tridock.ops.runs import command
 
     experiment = _experiment(arguments)

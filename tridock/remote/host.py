@@ -8,6 +8,7 @@ from typing import Protocol, Self
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.remote import files as files_
+from tridock.remote.kept import KEPT
 
 _LONGEST = 70
 
@@ -118,8 +119,12 @@ class Host(ABC):
         progress: Progress | None,
         sink: Sink,
         timeout: float | None,
+        keep: float = 0,
     ) -> Completed:
-        """Runs a command with the chunks as input and its output passed to the sink; returns exit code and stderr."""
+        """Runs a command with the chunks as input and its output passed to the sink; returns exit code and stderr.
+
+        ``keep`` is as in :meth:`run`; a host may ignore it. The sink also gets :data:`~tridock.remote.kept.KEPT`.
+        """
 
     @abstractmethod
     def stream(self, command: Command) -> Stream:
@@ -129,9 +134,15 @@ class Host(ABC):
     def close(self) -> None:
         """Aborts running commands and closes the connection, from any thread. The next use reconnects."""
 
-    def run(self, command: Command, timeout: float | None = None) -> Completed:
-        """Runs a command to its end with ``command.stdin`` as input. Ends it after ``timeout`` seconds."""
-        return self.pipe(_input_of(command), command, timeout=timeout)
+    def run(self, command: Command, timeout: float | None = None, keep: float = 0) -> Completed:
+        """Runs a command to its end with ``command.stdin`` as input. Ends it after ``timeout`` seconds.
+
+        With ``keep``, its shell then waits that many seconds for the host's next command that has a time limit within
+        them. The first such command must end in :data:`~tridock.remote.kept.KEEP`.
+        """
+        out = bytearray()
+        done = self._carry_out(command, _input_of(command), None, out.extend, timeout, keep)
+        return replace(done, stdout=KEPT.sub(b"", bytes(out)))
 
     def pipe(
         self,
@@ -145,12 +156,13 @@ class Host(ABC):
         done = self._carry_out(command, chunks, progress, out.extend, timeout)
         return replace(done, stdout=bytes(out))
 
-    def read_into(self, sink: Sink, command: Command, timeout: float | None = None) -> Completed:
+    def read_into(self, sink: Sink, command: Command, timeout: float | None = None, keep: float = 0) -> Completed:
         """Runs a command whose output is too large for memory; calls ``sink`` with each piece as it arrives.
 
         The result has an empty ``stdout``. If the sink raises, the command is ended and the error propagates.
+        ``keep`` is as in :meth:`run`.
         """
-        return self._carry_out(command, _input_of(command), None, sink, timeout)
+        return self._carry_out(command, _input_of(command), None, sink, timeout, keep)
 
     def exchange(self, chunks: Iterable[bytes], sink: Sink, command: Command) -> Completed:
         """Runs a command and feeds it input while it runs; calls ``sink`` with each piece of its output.

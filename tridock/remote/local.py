@@ -32,6 +32,7 @@ class LocalHost(Host):
         progress: Progress | None,
         sink: Sink,
         timeout: float | None,
+        keep: float = 0,  # noqa: ARG002 - it costs nothing to start another shell here
     ) -> Completed:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:

@@ -5,11 +5,13 @@ If the sshd's MaxSessions limit is reached, more connections are opened.
 Commands run on paramiko's channels, because Invoke's runner would forward Ctrl-C to the remote side.
 """
 
+import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -34,6 +36,7 @@ from tridock.remote.host import (
     shortened,
     timed_out,
 )
+from tridock.remote.kept import KEPT, KEPT_BYTES, next_script
 from tridock.remote.ssh_config import Target, Wanted, resolve
 
 T = TypeVar("T")
@@ -92,11 +95,14 @@ class OverdueError(Exception):
 
 
 class Sender(threading.Thread):
-    """Sends the chunks as fast as the remote side reads them; keeps an error of their source for the caller."""
+    """Sends the chunks as fast as the remote side reads them; keeps an error of their source for the caller.
 
-    def __init__(self, channel: Any, chunks: Iterable[bytes], progress: Progress | None) -> None:
+    Then it closes the channel's input, unless that is kept ``open``.
+    """
+
+    def __init__(self, channel: Any, chunks: Iterable[bytes], progress: Progress | None, *, open: bool) -> None:
         super().__init__(daemon=True)
-        self._channel, self._chunks, self._progress = channel, chunks, progress
+        self._channel, self._chunks, self._progress, self._open = channel, chunks, progress, open
         self.failure: BaseException | None = None
 
     def run(self) -> None:
@@ -110,23 +116,24 @@ class Sender(threading.Thread):
                     return  # the command or the connection has ended: the reader finds out which
                 if self._progress is not None:
                     self._progress(len(chunk))
-            with suppress(OSError, EOFError):
-                self._channel.shutdown_write()
+            if not self._open:
+                with suppress(OSError, EOFError):
+                    self._channel.shutdown_write()
         except BaseException as error:
             self.failure = error
             _signal(self._channel, "TERM")  # before its input closes: it must not mistake a part for the whole
             close(self._channel)
 
 
-def limited(command: Command, timeout: float | None) -> str:
-    """Returns the command line, wrapped in a remote time limit if there is one.
+def limited(command: Command, timeout: float | None, keep: float = 0) -> str:
+    """Returns the command line, wrapped in a remote time limit if there is one; it includes the time for ``keep``.
 
     The limit holds even if this side is gone: sshd does not end a command when its channel closes, and signals none for
     root.
     """
     if timeout is None:
         return command.render()
-    limit = Command.of("timeout", "-k", "5", str(math.ceil(timeout) + _MARGIN_S))
+    limit = Command.of("timeout", "-k", "5", str(math.ceil(timeout + keep) + _MARGIN_S))
     if not command.env and command.cwd is None:  # a shell more is a process more
         return limit.extended(command.argv).render()
     return limit.extended(("sh", "-c", command.render())).render()
@@ -145,8 +152,10 @@ class _Bell:
         pass
 
 
-def read_all(channel: Any, sink: Sink, deadline: float | None) -> bytes:
-    """Reads stdout into ``sink`` and returns stderr. Raises OverdueError after the deadline."""
+def read_all(channel: Any, sink: Sink, deadline: float | None, until: Callable[[], bool] = lambda: False) -> bytes:
+    """Reads stdout into ``sink`` and returns stderr, to the end or ``until`` this. Raises OverdueError after the
+    deadline.
+    """
     errors, bell = bytearray(), _Bell()
     # Not its fileno(): paramiko closes that under its own writer, which ends the connection.
     channel.in_buffer.set_event(bell)
@@ -159,7 +168,7 @@ def read_all(channel: Any, sink: Sink, deadline: float | None) -> bytes:
             _take(channel, sink)
         elif channel.recv_stderr_ready():
             errors += received(channel.recv_stderr)
-        elif ended and channel.status_event.wait(_TICK_S):
+        elif until() or (ended and channel.status_event.wait(_TICK_S)):
             return bytes(errors)
         elif not ended:
             bell.rung.wait(_TICK_S)
@@ -205,6 +214,16 @@ def _signal(channel: Any, name: str) -> None:
         channel.transport._send_user_message(message)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A shell that waits for the next command, until its time limit."""
+
+    channel: Any
+    until: float
+    pid: str = ""
+    """Of the process that ends it and what it runs."""
+
+
 class SshHost(Host):
     """One host; user, port, keys, jump hosts and known hosts come from the ssh configuration unless given."""
 
@@ -225,10 +244,12 @@ class SshHost(Host):
         self.name, self.address = name, address or name
         wanted = Wanted(user, port, identity_file, config_file)
         look_up = look_up or partial(resolve, name, self.address, wanted)
-        self._connector = ssh_connection.Connector(name, look_up, config_file, connect_timeout, retries)
+        self._first: Callable[[], Connection] | None = None
+        self.connector = ssh_connection.Connector(name, look_up, config_file, connect_timeout, retries)
         self._timeout = connect_timeout
         self._lock = threading.Lock()
         self._connections: tuple[Connection, ...] = ()
+        self._kept: list[_Kept] = []
 
     def _carry_out(
         self,
@@ -237,24 +258,40 @@ class SshHost(Host):
         progress: Progress | None,
         sink: Sink,
         timeout: float | None,
+        keep: float = 0,
     ) -> Completed:
-        # The time limit covers the command; connecting has its own.
-        channel = run_in_thread(lambda: self._start(command, limited(command, timeout)))
-        sender = Sender(channel, chunks, progress)
+        kept = self._take_kept(timeout)
+        if kept is not None:
+            script = next_script(command, last=not keep, has_input=chunks != ())
+            chunks = (script, *chunks) if isinstance(chunks, tuple) else itertools.chain((script,), chunks)
+        else:
+            # The time limit covers the command; connecting has its own.
+            channel = run_in_thread(lambda: self._start(command, limited(command, timeout, keep)))
+            kept = _Kept(channel, time.monotonic() + (timeout or 0) + keep)
+        channel, end = kept.channel, bytearray()
+        sender = Sender(channel, chunks, progress, open=bool(keep))
+        brief = isinstance(chunks, tuple) and sum(map(len, chunks)) <= CHUNK
+
+        def take(part: bytes) -> None:
+            sink(part)
+            if keep:
+                end[:] = (end + part)[-KEPT_BYTES:]
 
         def talk() -> bytes:
-            if chunks == ():  # most commands: no thread for nothing
+            if brief:  # most commands: no thread for what no host leaves unread for long
                 sender.run()
             else:
                 sender.start()
             deadline = None if timeout is None else time.monotonic() + timeout
             try:
-                errors = read_all(channel, sink, deadline)
+                errors = read_all(channel, take, deadline, lambda: KEPT.search(end) is not None)
             except OverdueError:
                 assert timeout is not None
+                self._end_kept(kept, command)
                 raise ClusterError(timed_out(self.name, command, timeout)) from None
             finally:
-                close(channel)
+                if KEPT.search(end) is None:
+                    close(channel)
             if sender.ident is not None:
                 sender.join()
             return errors
@@ -262,7 +299,33 @@ class SshHost(Host):
         errors = run_in_thread(talk, lambda: close(channel))
         if sender.failure is not None:
             raise sender.failure
+        if found := KEPT.search(end):
+            self._kept.append(replace(kept, pid=found[1].decode()))
+            return completed(command, 0, errors)
         return completed(command, self.exit_code_of(channel, command), errors)
+
+    def _take_kept(self, timeout: float | None) -> _Kept | None:
+        """Returns the shell that is kept for the next command, if it waits long enough for one with this time limit."""
+        if timeout is None:
+            return None
+        try:
+            kept = self._kept.pop()
+        except IndexError:
+            return None
+        if kept.channel.closed or kept.channel.eof_received or time.monotonic() + timeout > kept.until:
+            run_in_thread(lambda: close(kept.channel))
+            return None
+        return kept
+
+    def _end_kept(self, kept: _Kept, command: Command) -> None:
+        """Ends a shell whose own time limit is longer than that of the command in it."""
+        if kept.pid:
+            with suppress(ClusterError):
+                self._start(command, Command.of("kill", kept.pid).render())
+
+    def connects_first_by(self, connect: Callable[[], Connection]) -> None:
+        """Has the first connection come from somebody who may have opened it already."""
+        self._first = connect
 
     def stream(self, command: Command) -> Stream:
         def start() -> Any:
@@ -305,7 +368,8 @@ class SshHost(Host):
             for one in self._connections:
                 if not any(one is other for other in full):  # Fabric's connections to one host are equal
                     return one, None
-            new = self._connector.connect()
+            connect, self._first = self._first or self.connector.connect, None
+            new = connect()
             self._connections = *self._connections, new
             with self._named(command, new.transport):
                 channel = self._session(new.transport)

@@ -6,10 +6,7 @@ Uses ``ssh -G`` rather than reading the files: it handles Include, Match, canoni
 import getpass
 import re
 import subprocess
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,39 +117,3 @@ def _existing(path: str, field: str) -> str:
     if not full.is_file():
         raise RequestError(Problem(field, "names a file that does not exist", str(full), "correct the path"))
     return str(full)
-
-
-class Lookups:
-    """Targets of many hosts, looked up one after another from now on, in a thread.
-
-    Each takes a process as long as half a login: on many hosts that is done while modules load.
-    """
-
-    def __init__(self, hosts: Mapping[str, str], wanted: Wanted) -> None:
-        """``hosts`` are addresses by the names used in messages."""
-        self._hosts, self._wanted = hosts, wanted
-        self._found = {name: Future[Target]() for name in hosts}
-        self._waiting = set(hosts)
-        threading.Thread(target=self._look_up, daemon=True).start()
-
-    def target(self, name: str) -> Target:
-        """Returns :func:`resolve`'s answer for a host. Later calls ask anew: the configuration may change."""
-        found = self._found.pop(name, None)
-        if found is None or self._take(name):
-            return resolve(name, self._hosts[name], self._wanted)
-        return found.result()
-
-    def _look_up(self) -> None:
-        for name, found in list(self._found.items()):
-            if self._take(name):
-                try:
-                    found.set_result(resolve(name, self._hosts[name], self._wanted))
-                except BaseException as error:
-                    found.set_exception(error)
-
-    def _take(self, name: str) -> bool:
-        """Whether the caller is the first to ask for a host."""
-        with suppress(KeyError):
-            self._waiting.remove(name)
-            return True
-        return False

@@ -10,8 +10,10 @@ import pytest
 
 from tridock.errors import ClusterError
 from tridock.gpus import GPUS, Gpu
-from tridock.ops.hosts import facts
+from tridock.ops.hosts import session
 from tridock.ops.hosts.facts import facts_command, keys_digest, parse_facts, split_answer
+from tridock.ops.hosts.session import Session
+from tridock.remote import LocalHost
 
 INSPECTED = {
     "Id": "c0ffee",
@@ -39,7 +41,7 @@ def with_docker(
     fails: int = 0,
 ) -> str:
     """The facts as a shell gathers them on a machine whose docker is ``script``."""
-    for tool in ("sh", "id", "printf", "tail", "wc", "sha256sum", "stat", "timeout", "sleep"):
+    for tool in ("sh", "id", "printf", "tail", "wc", "sha256sum", "stat", "sleep"):
         source = next(Path(folder, tool) for folder in os.get_exec_path() if Path(folder, tool).exists())
         (tmp_path / tool).symlink_to(source)
     if script:
@@ -178,8 +180,14 @@ def test_no_gpu_that_says_what_it_is(line: str) -> None:
 
 def test_an_engine_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dockerd that stands still accepts every connection, and the client waits without a limit."""
-    monkeypatch.setattr(facts, "DOCKER_S", 1)
-    assert message(with_docker(tmp_path, "exec sleep 300")) == (
+    monkeypatch.setattr(session, "FACTS_TIMEOUT_S", 1)
+    (tmp_path / "docker").write_text("#!/bin/sh\nexec sleep 300\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "lab").write_text("gpu-1 slots=1\n")
+    with pytest.raises(ClusterError) as caught:
+        Session.open(tmp_path / "lab").read_state("gpu-1", LocalHost())
+    assert str(caught.value) == (
         "gpu-1: Docker hangs; got no answer within 1 s; see journalctl -u docker and dmesg there; "
         "restarting it ends the runs on it, unless live-restore is on"
     )

@@ -105,8 +105,9 @@ class Keyless:
     def __init__(self, *, full: bool = False) -> None:
         self.full, self.ran = full, list[str]()
 
-    def run(self, command: Command, timeout: float | None = None) -> Completed:
+    def run(self, command: Command, timeout: float | None = None, keep: float = 0) -> Completed:
         assert timeout is not None
+        assert keep == 0
         self.ran.append(command.render())
         failed = self.full and command.stdin is not None
         return Completed(int(failed), b"", b"No space left on device" if failed else b"", "a command")
@@ -145,8 +146,8 @@ class Talker:
     def __init__(self, answer: bytes | None, *, lost: bool = False) -> None:
         self.answer, self.lost, self.ran = answer, lost, list[tuple[str, ...]]()
 
-    def read_into(self, sink: Any, command: Command, timeout: float) -> Completed:
-        assert timeout is not None
+    def read_into(self, sink: Any, command: Command, timeout: float, keep: float) -> Completed:
+        assert (timeout, keep) == (30, 0)
         self.ran.append(command.argv)
         labels = {"tridock.workspace": "/home/ada/tridock/lab/workspace"}
         container = {"Id": "1", "Image": IMAGE, "Config": {"Labels": labels}, "State": {"Running": True, "ExitCode": 0}}

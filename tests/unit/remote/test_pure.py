@@ -26,7 +26,7 @@ from tridock.remote import LocalHost, Outcome, connect, on_all, raise_failures, 
 from tridock.remote.files import get_command, put_command, put_tree_command
 from tridock.remote.host import Completed, remedy_of, shortened
 from tridock.remote.ssh import SshHost
-from tridock.remote.ssh_config import Lookups, Target, Wanted, parse, resolve
+from tridock.remote.ssh_config import Target, Wanted, parse, resolve
 from tridock.remote.ssh_target import connection_problem, is_transient, known_keys
 
 TARGET = Target("10.0.0.1", 2200, "ops", ("/k",), True, None, (), (), None)
@@ -193,32 +193,6 @@ def test_ssh_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterError) as caught:
         resolve("node-1", "h", Wanted())
     assert str(caught.value) == "node-1: ssh -G did not end in time; got 15 s; look at the Match lines of ~/.ssh/config"
-
-
-def test_hosts_are_looked_up_once_ahead_and_then_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    first, go_on = threading.Event(), threading.Event()
-
-    def slow(name: str, address: str, _: Wanted) -> str:
-        asked.append(address)
-        if name == "a":
-            first.set()
-            go_on.wait(10)
-        if name == "c":
-            raise RequestError(Problem("c", "ssh cannot read its configuration", "", ""))
-        return f"target of {name}"
-
-    monkeypatch.setattr(ssh_config, "resolve", slow)
-    lookups = Lookups({"a": "host-a", "b": "host-b", "c": "host-c"}, Wanted())
-    assert first.wait(10)
-    assert lookups.target("b") == "target of b"  # it does not wait for its turn
-    go_on.set()
-    with pytest.raises(RequestError, match="cannot read"):
-        lookups.target("c")
-    assert lookups.target("a") == "target of a"
-    assert sorted(asked) == ["host-a", "host-b", "host-c"]
-    lookups.target("a")
-    assert asked[3:] == ["host-a"]
 
 
 def test_known_keys_by_the_names_that_ssh_uses(tmp_path: Path) -> None:

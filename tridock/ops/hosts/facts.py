@@ -11,15 +11,15 @@ from tridock.cluster.transports import RECIPE_LABEL, WORKSPACE_LABELS, HostFacts
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.gpus import Gpu, of_device
+from tridock.remote.kept import KEEP, KEPT
 
-DOCKER_S = 20
-"""Seconds after which a Docker engine that accepts a request without answering counts as hung."""
 _HANGS = "see journalctl -u docker and dmesg there; restarting it ends the runs on it, unless live-restore is on"
 
 # One POSIX script, one line a fact: a second round trip to a far host costs more than all of this, and on many hosts
-# every process counts. An image and a container are the engine's own JSON. With arguments after the sixth the script
-# ends as `docker exec` with them, if the container runs and is labelled with the folder $6.
+# every process counts. An image and a container are the engine's own JSON. With arguments after the fifth the script
+# also runs `docker exec` with them, if the container runs and is labelled with the folder $5.
 _SCRIPT = r"""
+facts() {
 uid=; gid=
 if [ -r /proc/self/status ]; then
   while read -r name real effective rest; do
@@ -39,28 +39,30 @@ if [ -n "$keys" ] && cd "$keys" 2>/dev/null; then
   echo 'keys 1'
   sha256sum -- * 2>/dev/null
   stat -c 'mode %a %n' . * 2>/dev/null
+  cd "$OLDPWD"
 fi
 case $4 in '~'/*) images=$HOME/${4#*/};; *) images=$4;; esac
 if [ -e "$images" ]; then while read -r ids; do printf 'ids %s\n' "$ids"; done <"$images"; fi
-if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; exit 0; fi
-found=$(timeout "$5" docker inspect --format '{{json .}}' "$1" "$2" 2>/dev/null)
-code=$?
-if [ "$code" -eq 124 ]; then printf 'docker_silent %s\n' "$5"; exit 0; fi
-if [ "$code" -ne 0 ] && [ -z "$found" ]; then
-  error=$(timeout "$5" docker version 2>&1 >/dev/null) || {
+if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; return 0; fi
+echo docker_asked
+if ! found=$(docker inspect --format '{{json .}}' "$1" "$2" 2>/dev/null) && [ -z "$found" ]; then
+  error=$(docker version 2>&1 >/dev/null) || {
     printf 'docker_error %s\n' "$(printf '%s' "$error" | tail -n 1)"
-    exit 0
+    return 0
   }
 fi
-printf '%s\n' "$found"
-if [ "$#" -le 6 ]; then exit 0; fi
-case $6 in *:\"'~'/*) ours="${6%%\~*}$HOME/${6#*\~/}";; *) ours=$6;; esac
-case $found in *'"Running":true'*) ;; *) exit 0;; esac
-case $found in *"$ours"*) ;; *) exit 0;; esac
-shift 6
+printf 'docker_answered\n%s\n' "$found"
+if [ "$#" -le 5 ]; then return 0; fi
+case $5 in *:\"'~'/*) ours="${5%%\~*}$HOME/${5#*\~/}";; *) ours=$5;; esac
+case $found in *'"Running":true'*) ;; *) return 0;; esac
+case $found in *"$ours"*) ;; *) return 0;; esac
+shift 5
 echo answer
-exec docker exec --user "$uid:$gid" "$@"
+$run docker exec --user "$uid:$gid" "$@" </dev/null
+}
+facts "$@" || exit
 """
+_ASKED: Final = "\ndocker_asked\n"
 _ANSWER: Final = b"\nanswer\n"
 _KEY_LINE: Final = re.compile(r"[0-9a-f]{64}|\\[0-9a-f]{64}|mode")
 
@@ -106,24 +108,42 @@ class HostState:
 
 
 def facts_command(
-    image: str, container: str, keys: str, images: str, workspace: tuple[str, str], question: Sequence[str] = ()
+    image: str,
+    container: str,
+    keys: str,
+    images: str,
+    workspace: tuple[str, str],
+    question: Sequence[str] = (),
+    *,
+    keep: bool = False,
 ) -> Command:
     """The command that prints the facts; ``image``, ``container`` and the folder ``keys``, if any, are looked for.
 
     The file ``images`` lists the images that the host was sent, one a line, by all their ids. ``question`` are
     arguments of ``docker exec`` after its user. The command then ends as it, but only where the container runs and its
     label ``workspace`` has this value; else it prints no answer. Keys, images and the label's value may start with
-    ``~``.
+    ``~``. With ``keep`` the shell that gathers them can be kept (:meth:`tridock.remote.Host.run`).
     """
     named = image if "@" in image or ":" in image.rpartition("/")[2] else f"{image}:latest"  # never a container's name
     label = ":".join(json.dumps(part, ensure_ascii=False) for part in workspace)
-    return Command.of("sh", "-c", _SCRIPT, "facts", named, container, keys, images, str(DOCKER_S), label, *question)
+    script = f"run=\n{_SCRIPT}{KEEP}" if keep else f"run=exec\n{_SCRIPT}"
+    return Command.of("sh", "-c", script, "facts", named, container, keys, images, label, *question)
 
 
 def split_answer(output: bytes) -> tuple[str, bytes | None]:
     """Returns the facts and, if the question was asked, what it has printed."""
-    facts, asked, answer = output.partition(_ANSWER)
+    facts, asked, answer = KEPT.sub(b"", output).partition(_ANSWER)
     return facts.decode(), answer if asked else None
+
+
+def docker_hangs(name: str, text: str, limit: float) -> Problem | None:
+    """Returns the problem of host ``name`` if the facts that it gave within ``limit`` seconds end before Docker's.
+
+    An engine that hangs accepts a request, and does not answer.
+    """
+    if not text.endswith(_ASKED):
+        return None
+    return Problem(name, "Docker hangs", f"no answer within {limit:g} s", _HANGS)
 
 
 def keys_digest(files: Mapping[str, bytes]) -> str:
@@ -143,9 +163,6 @@ def parse_facts(name: str, text: str) -> HostState:
     gpus = [value for name, value in lines if name == "gpu"]
     if "docker_missing" in facts:
         raise ClusterError(Problem(name, "has no Docker", "no docker on PATH", "install Docker Engine there"))
-    if "docker_silent" in facts:
-        got = f"no answer within {facts['docker_silent']} s"
-        raise ClusterError(Problem(name, "Docker hangs", got, _HANGS))
     if "docker_error" in facts:
         raise ClusterError(Problem(name, "Docker does not answer", facts["docker_error"], _docker_remedy(facts)))
     try:

@@ -23,7 +23,7 @@ from tridock.errors import Problem, RequestError
 from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.session import Session
 from tridock.remote import Host
-from tridock.remote.files import put_tree_command
+from tridock.remote.files import put_texts_command
 from tridock.remote.host import FILES_TIMEOUT_S
 
 _KEYS: Final = ".keys.json"
@@ -182,7 +182,7 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
         if len(steps) > 1:  # in one command, which a lost connection does not end
             line = " && ".join(step.render() for step in steps)
             steps = [Command.of("sh", "-c", line, stdin=steps[0].stdin)]
-        done = host.run(steps[0], timeout=FILES_TIMEOUT_S)
+        done = host.run(steps[0], timeout=FILES_TIMEOUT_S, keep=session.keep_s)
         replace(done, command=what).checked(node)
 
     session.each(push, only=tuple(node for node in session.states() if _needs_keys(session, store, node)))
@@ -211,6 +211,6 @@ def _key_steps(session: Session, store: KeyStore, node: str) -> tuple[list[Comma
     folder = session.transport.secrets(node, state.facts)
     what = f"write into {folder}"
     if not rereads:
-        return [put_tree_command(files, folder, _FILE_MODE)], what
-    write = put_tree_command({**files, _UNREAD: b""}, folder, _FILE_MODE)
+        return [put_texts_command(files, folder)], what
+    write = put_texts_command({**files, _UNREAD: b""}, folder)
     return [write, *reread, Command.of("rm", "--", f"{folder}/{_UNREAD}")], what

@@ -38,6 +38,7 @@ _DOWN = '[ -z "$1" ] || docker rm --force "$1" || exit; shift; rm -rf -- "$@"'
 def up(session: Session) -> str:
     """Provides missing or outdated keys, images and nodes; leaves current ones alone. Returns the image's id."""
     ensure_wrapped(session.cluster)
+    session.keeps_shells = True
     local: list[str | None] = []
     with nodes_locked(session, lambda: local.append(local_image_id(session.cluster.settings.image))):
         image_id = image_of_hosts(session, *local)
@@ -103,7 +104,7 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
 
 
 def _down(session: Session, force: bool) -> tuple[str, ...]:
-    session.reads_keys = False
+    session.reads_keys, session.keeps_shells = False, True
     if not force:
         session.ask_with_states(*NODE, "processes")  # for _refuse_while_runs
     there = tuple(node for node, state in session.states().items() if state.container is not None)

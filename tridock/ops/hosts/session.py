@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,14 @@ from tridock.contracts import run_folder
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import USAGE
 from tridock.errors import ClusterError, Problem
-from tridock.ops.hosts.facts import HostState, facts_command, parse_facts, split_answer
-from tridock.remote import Completed, Host, connect, on_all, raise_failures
+from tridock.ops.hosts.facts import HostState, docker_hangs, facts_command, parse_facts, split_answer
+from tridock.remote import Completed, Host, connect, connect_ahead, on_all, raise_failures
 from tridock.remote.host import shortened
 
 T = TypeVar("T")
 
 FACTS_TIMEOUT_S = 30.0
+_KEEP_S = 900.0
 _NOT_FOUND = 127  # of docker exec, as of a shell
 # -P: not the code of a folder that happens to be the current one.
 NODE = (run_folder.PYTHON, "-P", "-m", "tridock.node")
@@ -39,6 +41,8 @@ class Session:
         """Whether long work shows no progress."""
         self.reads_keys = True
         """Whether the hosts' facts include the digest of their keys."""
+        self.keeps_shells = False
+        """Whether the shell that reads a host's facts waits for the next command there."""
         self._states: dict[str, HostState] | None = None
         self._question: Callable[[str], tuple[str, ...]] = lambda _: ()
         self._answers: dict[str, tuple[tuple[str, ...], Completed]] = {}
@@ -54,6 +58,11 @@ class Session:
         """Loads the cluster, as ``change`` leaves it, and prepares its connections; nothing is contacted yet."""
         return cls(change(load_cluster(hostfile, include=include, exclude=exclude)))
 
+    def connect_ahead(self) -> None:
+        """Begins to connect to the hosts; their first use goes on with it."""
+        if self.transport.separate_hosts:
+            connect_ahead(self.hosts, self.cluster.settings.ssh.max_connections)
+
     @property
     def nodes(self) -> tuple[str, ...]:
         """The nodes' names; the head comes first."""
@@ -63,6 +72,11 @@ class Session:
     def head(self) -> str:
         """The first node: launchers run there."""
         return self.nodes[0]
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds for which shells are kept on the hosts."""
+        return _KEEP_S if self.keeps_shells else 0
 
     def each(self, action: Callable[[str, Host], T], only: tuple[str, ...] | None = None) -> dict[str, T]:
         """Runs an action on every host at once, under the cluster's cap; all failures in one error."""
@@ -141,12 +155,17 @@ class Session:
             transport.images_file(name),
             transport.workspace_label(),
             (*transport.exec_place(name), *question) if question else (),
+            keep=self.keeps_shells,
         )
-        output, done = bytearray(), None
+        output, done, until = bytearray(), None, time.monotonic() + FACTS_TIMEOUT_S
         try:
-            done = host.read_into(output.extend, command, timeout=FACTS_TIMEOUT_S)
+            done = host.read_into(output.extend, command, timeout=FACTS_TIMEOUT_S, keep=self.keep_s)
         except ClusterError:
-            if split_answer(bytes(output))[1] is None:
+            facts, answer = split_answer(bytes(output))
+            if answer is None:
+                hung = docker_hangs(transport.host_label(name), facts, FACTS_TIMEOUT_S)
+                if hung is not None and time.monotonic() >= until:
+                    raise ClusterError(hung) from None
                 raise
             # The facts are there. Who needs the answer asks again, with a time limit of its own.
         facts, answer = split_answer(bytes(output))

@@ -78,6 +78,7 @@ def launch(
     waits for them. ``approve`` is called with the manifest and the plan before anything is written.
     """
     sinks = sinks_of(prepared.experiment)
+    session.keeps_shells = True
     if queue:
         require_queue_node(session)
     if check:

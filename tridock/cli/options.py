@@ -232,12 +232,10 @@ def open_session(
     try:
         from tridock.ops.hosts.session import Session
 
-        session = Session.open(hostfile, arguments.include, arguments.exclude, change)
+        session = Session.open(hostfile, arguments.include, arguments.exclude, change, ahead=ahead)
     except ModuleNotFoundError as missing:
         todo = "run it on the machine from which you manage the hosts: a node has no access to them"
         raise RequestError(Problem("--hosts", "needs the package fabric", str(missing), todo)) from None
-    if ahead:
-        session.connect_ahead()
     session.quiet = getattr(arguments, "quiet", False)
     return session
 

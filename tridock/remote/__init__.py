@@ -1,6 +1,5 @@
 """Runs commands and transfers files on hosts, over SSH or on this machine, with bounded concurrency and time limits."""
 
-from collections.abc import Mapping
 from functools import partial
 
 from tridock.cluster.settings import Cluster
@@ -11,31 +10,26 @@ from tridock.remote.host import Completed, Host, Stream
 from tridock.remote.local import LocalHost
 from tridock.remote.ssh_config import Wanted, resolve
 
-__all__ = [
-    "Completed",
-    "Host",
-    "LocalHost",
-    "Outcome",
-    "Stream",
-    "connect",
-    "connect_ahead",
-    "on_all",
-    "raise_failures",
-]
+__all__ = ["Completed", "Host", "LocalHost", "Outcome", "Stream", "connect", "on_all", "raise_failures"]
 
 
-def connect(cluster: Cluster) -> dict[str, Host]:
-    """Returns the hosts by node name: the nodes in use, then the spares. Contacts none of them."""
+def connect(cluster: Cluster, *, ahead: bool = False) -> dict[str, Host]:
+    """Returns the hosts by node name: the nodes in use, then the spares.
+
+    Contacts none of them, unless ``ahead``: then connections open from now on until the first host is used.
+    """
     if not transport_of(cluster).separate_hosts:
         return {node: LocalHost(node) for node in cluster.everywhere}
     ssh, addresses = cluster.settings.ssh, {node: cluster.host_of(node) for node in cluster.everywhere}
     wanted = Wanted(ssh.user, ssh.port, ssh.identity_file, ssh.config_file)
-    # Each is a process, which takes as long as half a login.
-    targets = Ahead({node: partial(resolve, node, address, wanted) for node, address in addresses.items()}, 1, on=True)
+    look_ups = {node: partial(resolve, node, address, wanted) for node, address in addresses.items()}
+    if ahead:  # each is a process, which takes as long as half a login
+        targets = Ahead(look_ups, 1, on=True)
+        look_ups = {node: partial(targets.result, node) for node in addresses}
 
     from tridock.remote.ssh import SshHost  # loads Fabric meanwhile
 
-    return {
+    hosts = {
         node: SshHost(
             node,
             address=address,
@@ -45,17 +39,12 @@ def connect(cluster: Cluster) -> dict[str, Host]:
             config_file=ssh.config_file,
             connect_timeout=ssh.connect_timeout,
             retries=ssh.retries,
-            look_up=partial(targets.result, node),
+            look_up=look_ups[node],
         )
         for node, address in addresses.items()
     }
-
-
-def connect_ahead(hosts: Mapping[str, Host], cap: int) -> None:
-    """Begins to connect to hosts, at most ``cap`` at once, until the first of them is used."""
-    from tridock.remote.ssh import SshHost
-
-    remote = {name: host for name, host in hosts.items() if isinstance(host, SshHost)}
-    connections = Ahead({name: host.connector.connect for name, host in remote.items()}, cap)
-    for name, host in remote.items():
-        host.connects_first_by(partial(connections.result, name))
+    if ahead:
+        connections = Ahead({node: host.connector.connect for node, host in hosts.items()}, ssh.max_connections)
+        for node, host in hosts.items():
+            host.connects_first_by(partial(connections.result, node))
+    return {**hosts}

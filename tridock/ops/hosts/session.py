@@ -18,7 +18,7 @@ from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import USAGE
 from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.facts import HostState, docker_hangs, facts_command, parse_facts, split_answer
-from tridock.remote import Completed, Host, connect, connect_ahead, on_all, raise_failures
+from tridock.remote import Completed, Host, connect, on_all, raise_failures
 from tridock.remote.host import shortened
 
 T = TypeVar("T")
@@ -33,10 +33,10 @@ NODE = (run_folder.PYTHON, "-P", "-m", "tridock.node")
 class Session:
     """Hosts of one cluster by node name, in the hostfile's order; facts are read once and kept."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, *, ahead: bool = False) -> None:
         self.cluster = cluster
         self.transport = transport_of(cluster)
-        self.hosts: Mapping[str, Host] = connect(cluster)
+        self.hosts: Mapping[str, Host] = connect(cluster, ahead=ahead)
         self.quiet = False
         """Whether long work shows no progress."""
         self.reads_keys = True
@@ -54,14 +54,11 @@ class Session:
         include: str = "",
         exclude: str = "",
         change: Callable[[Cluster], Cluster] = lambda cluster: cluster,
+        *,
+        ahead: bool = False,
     ) -> Session:
-        """Loads the cluster, as ``change`` leaves it, and prepares its connections; nothing is contacted yet."""
-        return cls(change(load_cluster(hostfile, include=include, exclude=exclude)))
-
-    def connect_ahead(self) -> None:
-        """Begins to connect to the hosts; their first use goes on with it."""
-        if self.transport.separate_hosts:
-            connect_ahead(self.hosts, self.cluster.settings.ssh.max_connections)
+        """Loads the cluster, as ``change`` leaves it, and prepares its connections; ``ahead`` opens them meanwhile."""
+        return cls(change(load_cluster(hostfile, include=include, exclude=exclude)), ahead=ahead)
 
     @property
     def nodes(self) -> tuple[str, ...]:

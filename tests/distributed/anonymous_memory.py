@@ -6,6 +6,7 @@ or ``export RUN...``; prints ``{run: bytes}``. The first run is there for what i
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -17,6 +18,14 @@ from pathlib import Path
 
 FILE_BYTES = 8 << 20
 """Of an exported file, instead of gigabytes, which would hide the rest."""
+
+
+M_MMAP_THRESHOLD = -3
+
+
+def give_back_what_is_freed() -> None:
+    """Large blocks are mapped one by one from now on: otherwise the allocator keeps some that nobody holds any more."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10) == 1
 
 
 def own_bytes() -> int:
@@ -79,6 +88,7 @@ def export(folders: list[Path]) -> dict[str, int]:
 if __name__ == "__main__":
     from tridock.train.rank.run import end
 
+    give_back_what_is_freed()
     what = {"build": build, "export": export}[sys.argv[1]]
     print(json.dumps(what([Path(word) for word in sys.argv[2:]])), flush=True)
     end(0, at_once=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from tridock.compat import cuda
 
@@ -87,6 +88,8 @@ def _map_uneven() -> None:
 
 
 def _map_devices() -> None:
+    # `with torch.device("meta")` applies to the functions that torch finds by these names when it first looks.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _to_cpu(torch.Tensor.to)  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -200,19 +201,28 @@ def trained_together(
 ) -> Runs:
     """The run's folder of a layout; those of one world size are trained one after another when first asked for.
 
-    Layouts beyond ``some`` are those that only `make test-full` asks for.
+    Where they fail, each of them has the error. Layouts beyond ``some`` are those that only `make test-full` asks for.
     """
     default = layouts if some is None else some
 
     @cache
-    def batch(world_size: int, full: bool) -> dict[str, Path]:
+    def batch(world_size: int, full: bool) -> tuple[dict[str, Path], Exception | None]:
         chosen = {
             name: own for name, (ranks, own) in layouts.items() if ranks == world_size and full == (name not in default)
         }
         folders = {
             name: make_run(workspace, f"{prefix}-{name}", world_size, **fields, **own) for name, own in chosen.items()
         }
-        run_several(list(folders.values()), world_size)
-        return folders
+        try:
+            run_several(list(folders.values()), world_size)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            return folders, error
+        return folders, None
 
-    return lambda name: batch(layouts[name][0], name not in default)[name]
+    def folder(name: str) -> Path:
+        folders, error = batch(layouts[name][0], name not in default)
+        if error is not None:
+            raise error
+        return folders[name]
+
+    return folder

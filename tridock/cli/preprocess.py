@@ -375,11 +375,12 @@ def _gc_disabled() -> Iterator[None]:
 
 def _open_encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder, list[str]]:
     """Returns the encoder that the options name, and notes for the user."""
-    from tridock.data.tokenize.encoders import Null, Reference, Vocabulary, fastest
+    from tridock.data.tokenize.encoders import Reference, fastest
     from tridock.data.tokenize.huggingface import HuggingFaceTokenizer, fastest_of
     from tridock.data.tokenize.sentencepiece import SentencePieceTokenizer
     from tridock.data.tokenize.tiktoken import TikTokenizer
     from tridock.data.tokenize.tokenizer import open_tokenizer
+    from tridock.data.tokenize.words import Null, Vocabulary
 
     kind, model = arguments.tokenizer_type, arguments.tokenizer_model
     if kind == _HUGGING_FACE:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.data.tokenizers import CHARACTERS, HARD, sentencepiece_model, tiktoken_file
-from tridock.data.tokenize.encoders import Null
 from tridock.data.tokenize.sentencepiece import SentencePieceTokenizer
 from tridock.data.tokenize.tiktoken import TikTokenizer
+from tridock.data.tokenize.words import Null
 
 libraries = pytest.importorskip("megatron.core.tokenizers.text.libraries")
 STEP = 256

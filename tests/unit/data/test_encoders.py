@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tridock.data.tokenize import encoders
-from tridock.data.tokenize.encoders import HARD_TEXTS, Encoder, Fast, Reference, Vocabulary, check_ids_fit, fastest
+from tridock.data.tokenize.encoders import HARD_TEXTS, Encoder, Fast, Reference, check_ids_fit, fastest
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer
+from tridock.data.tokenize.words import Vocabulary
 from tridock.errors import RequestError, TridockError
 
 TEXTS = [

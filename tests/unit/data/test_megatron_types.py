@@ -15,9 +15,10 @@ from tridock.cli import main
 from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
 from tridock.data.tokenize import encoders, sentencepiece
-from tridock.data.tokenize.encoders import Encoder, Null
+from tridock.data.tokenize.encoders import Encoder
 from tridock.data.tokenize.sentencepiece import SentencePieceTokenizer
 from tridock.data.tokenize.tiktoken import TikTokenizer
+from tridock.data.tokenize.words import Null
 from tridock.errors import RequestError
 
 NUMBERS = ["1 2 3", "9", "", "0 10"]

@@ -22,7 +22,11 @@ def test_torch_is_named_where_it_is_missing(
     (tmp_path / "experiment.yaml").touch()
     monkeypatch.setattr(weights, "find_spec", lambda _: None)
     assert main(["export", str(tmp_path), "-o", "out"]) == 3
-    assert capsys.readouterr().err.startswith("torch: is not installed; use the image ")
+    image = f"docker compose run --rm trainer tridock export {tmp_path} --output=out"
+    todo = f"run it in the image: {image}, or pip install 'tridock[train]'"
+    assert capsys.readouterr().err == f"torch: is not installed; {todo}\n"
+    assert main(["generate", str(tmp_path), "--prompt", "it's"]) == 3
+    assert f"trainer tridock generate {tmp_path} '--prompt=it'\"'\"'s'," in capsys.readouterr().err
 
 
 def test_the_options_reach_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from tridock.command import Command
 from tridock.contracts.run_folder import EXPERIMENT
 from tridock.errors import ClusterError, Problem, RequestError
 
@@ -19,7 +20,9 @@ PRETRAINED: Final = "config.json"
 def run_program(module: str, arguments: Sequence[str]) -> int:
     """Runs a program from the ranks' environment; returns its exit code. Raises :class:`ClusterError` without torch."""
     if find_spec("torch") is None:
-        todo = "use the image (docker compose run trainer tridock …), or pip install 'tridock[train]'"
+        trainer = Command.of("docker", "compose", "run", "--rm", "trainer")
+        command = trainer.extended(["tridock", module.rpartition(".")[2], *arguments])
+        todo = f"run it in the image: {command.render()}, or pip install 'tridock[train]'"
         raise ClusterError(Problem("torch", "is not installed", "", todo))
     return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode
 

@@ -17,7 +17,7 @@ DEEPSPEED_CLASSES: Final = frozenset(
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.utils.tensor_fragment.fragment_address",
-        "builtins.getattr",  # of members of enums
+        *("builtins.getattr", "__builtin__.getattr"),  # of members of enums; pickle protocol 2 has Python 2's name
     }
 )
 LOSS_SCALERS: Final = tuple(

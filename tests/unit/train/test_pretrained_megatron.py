@@ -350,12 +350,15 @@ def test_a_stage_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("either_torch")
+@pytest.mark.parametrize("with_getattr", [False, True], ids=["by its value", "as Python 3.11.0 to 3.11.3 does"])
 def test_enums_in_the_arguments_of_later_versions_are_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_getattr: bool
 ) -> None:
     module = types.ModuleType("megatron.core.enums")
     kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module=module.__name__)  # type: ignore[misc]
     module.ModelType = kind  # type: ignore[attr-defined]
+    pickled = (lambda it, _: (getattr, (kind, it.name))) if with_getattr else (lambda it, _: (kind, (it.value,)))
+    kind.__reduce_ex__ = pickled  # type: ignore[assignment, method-assign]
     gpt = gpt_of(FIELDS)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)

@@ -88,10 +88,19 @@ def refusing_foreign(todo: str) -> Iterator[None]:
         yield
 
 
-def _member(owner: object, name: str) -> Enum:
+class _Member:
+    """Replaces a member of an enum in the arguments of a later Megatron-LM."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def _member(owner: object, name: str) -> Enum | _Member:
     """Replaces ``getattr`` and returns only enum members, which Python 3.11.0 to 3.11.3 pickles with it."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
+    if isinstance(owner, type) and issubclass(owner, _Member):
+        return owner(name)
     raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is no member of an enum")
 
 
@@ -102,13 +111,6 @@ def is_zip(file: Path) -> bool:
 
 class _LossScaler:
     """Replaces the loss scaler of Megatron-LM v1.1.5's own fp16 optimizer, which no engine here uses."""
-
-
-class _Member:
-    """Replaces a member of an enum in the arguments of a later Megatron-LM."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
 
 
 def megatron_classes() -> list[Any]:

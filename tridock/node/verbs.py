@@ -34,6 +34,12 @@ def start(arguments: argparse.Namespace) -> None:
     process.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
 
 
+def withdraw(arguments: argparse.Namespace) -> None:
+    from tridock.node.supervisor import process
+
+    process.withdraw(arguments.folder)
+
+
 def enqueue(arguments: argparse.Namespace) -> node_answers.QueuedRun:
     from tridock.node.queue import enqueue
 

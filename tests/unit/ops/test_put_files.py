@@ -1,4 +1,4 @@
-"""What a launch writes on each node."""
+"""What a launch writes on each node, and what it leaves there if it fails."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import tridock
 from tests.unit.ops.conftest import Lab
 from tridock.command import Command
 from tridock.contracts import run_folder
+from tridock.contracts.run_state import LOCK
 from tridock.contracts.supervision import Supervision
-from tridock.errors import ClusterError
+from tridock.errors import ClusterError, Problem
+from tridock.experiment.command import CommandExperiment
 from tridock.launchers.bundle import RunBundle
-from tridock.ops.runs import command
+from tridock.ops.runs import command, start_on_nodes
 from tridock.ops.runs.code import read_code
 from tridock.ops.runs.start import put_files
 
@@ -95,3 +97,42 @@ def test_a_run_folder_that_cannot_be_written_is_named(lab: Lab, program: RunBund
     assert str(caught.value).startswith(
         f"node-2: `write into {folder}` failed with exit code 3; got {folder}: File exists;"
     )
+
+
+def launch_of(lab: Lab, program: RunBundle) -> None:
+    code = read_code(lab.project / "code")
+    experiment = CommandExperiment(name="demo", engine="command", command=("python", "train.py"))
+    put = lambda bundle: command._put_files(lab.session, code, bundle)  # noqa: E731
+    options: Any = {"check": False, "share": True, "queue": False, "approve": None}
+    start_on_nodes.start_on_nodes(lab.session, experiment, lambda: None, lambda *_: program, put, **options)
+
+
+@pytest.mark.parametrize("failure", [ClusterError(Problem("node-1", "does not answer", "", "")), KeyboardInterrupt()])
+@pytest.mark.parametrize("reached", ["", "started", "queued"])
+def test_a_launch_that_fails_removes_its_files_unless_the_run_has_started(
+    lab: Lab,
+    program: RunBundle,
+    failure: BaseException,
+    reached: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folders = [lab.workspace(node) / "runs/demo" for node in lab.session.nodes]
+
+    def start(*_: object, **__: object) -> RunBundle:
+        assert all((folder / run_folder.CODE_COPY / "train.py").is_file() for folder in folders)
+        if reached == "started":
+            (folders[0] / LOCK).touch()
+        if reached == "queued":
+            ticket = folders[0].parent / run_folder.QUEUE / "00000000-demo.json"
+            ticket.parent.mkdir()
+            ticket.write_text('{"run_id": "demo"}')
+        raise failure
+
+    monkeypatch.setattr(start_on_nodes, "ensure_up", lambda _: "id")
+    monkeypatch.setattr(start_on_nodes, "start", start)
+    with pytest.raises(type(failure)):
+        launch_of(lab, program)
+    assert [folder.exists() for folder in folders] == [bool(reached)] * 2
+    told = "run demo has started all the same: see tridock status\n"
+    assert capsys.readouterr().err == (told if reached else "")

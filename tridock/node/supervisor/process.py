@@ -6,6 +6,7 @@ It holds the lock of :mod:`tridock.contracts.run_state` until it exits.
 import fcntl
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from tridock.contracts.run_state import LOCK, state_of
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
 from tridock.node.agent.processes import stop_processes
-from tridock.node.queue import start_next
+from tridock.node.queue import kept_out, start_next
 from tridock.node.supervisor.run_supervisor import RunSupervisor
 from tridock.node.supervisor.sinks import SinkProcesses
 from tridock.node.supervisor.voted_lease import VotedLease, prepared_at
@@ -63,6 +64,16 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             raise _refused(run_id, "could not be started", f"exit code {code}", f"look at {log}")
     return pid
+
+
+def withdraw(folder: Path) -> None:
+    """Removes the folder of a run that was never started. Raises :class:`RequestError` if it was, or is queued."""
+    if not folder.is_dir():
+        return
+    with kept_out(folder), _alone(folder.parent):
+        if (folder / LOCK).exists():
+            raise _refused(folder.name, "has been started already", "", "see tridock status")
+        shutil.rmtree(folder)
 
 
 @contextmanager

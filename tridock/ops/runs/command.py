@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import PlacedCode, PreflightAnswer
-from tridock.errors import ClusterError, Problem, RequestError, TridockError
+from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import load_command
 from tridock.experiment.command import CommandExperiment
 from tridock.launchers.bundle import RunBundle, default_port
 from tridock.launchers.command import CommandRun, make_command_bundle
-from tridock.ops.doctor import ask_for_quick_reports, check_quickly
-from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.runs.code import ARCHIVE_END, Code, archive_member, archive_of, code_of_run, read_code
 from tridock.ops.runs.provenance import Approve, provenance
-from tridock.ops.runs.registry import refuse_slots_in_use, require_queue_node, slots_in_use
-from tridock.ops.runs.sinks import check_on_head, sinks_of, with_cluster_sinks
-from tridock.ops.runs.start import first_files, host_folder, refuse_other_contract, remove_files, start
+from tridock.ops.runs.sinks import with_cluster_sinks
+from tridock.ops.runs.start import first_files, host_folder, refuse_other_contract
+from tridock.ops.runs.start_on_nodes import start_on_nodes
 from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
@@ -70,40 +66,24 @@ def launch(
     check: bool = True,
     share: bool = False,
     queue: bool = False,
-    approve: Approve = lambda *_: None,
+    approve: Approve | None = None,
 ) -> RunBundle:
     """Brings the nodes up, sends the code and the run's files to all of them, and starts the run on the head.
 
-    ``check``: runs the doctor's quick checks first. ``share``: also uses slots that another run has in use; ``queue``:
-    waits for them. ``approve`` is called with the manifest and the plan before anything is written.
+    ``check``, ``share``, ``queue`` and ``approve`` are those of :func:`start_on_nodes`.
     """
-    sinks = sinks_of(prepared.experiment)
     session.keeps_shells = True
-    if queue:
-        require_queue_node(session)
-    if check:
-        ask_for_quick_reports(session)
-    image_id = ensure_up(session)
-    ports: list[int] = []
-    questions: list[Callable[[], object]] = []
-    if not share and not queue:
-        questions.append(lambda: refuse_slots_in_use(session))
-    if check and not (queue and slots_in_use(session)):  # busy devices would fail the checks
-        on_cpu = prepared.experiment.env.get("DS_ACCELERATOR") == "cpu"
-        questions.append(lambda: check_quickly(session, on_cpu=on_cpu))
-    questions.append(lambda: check_on_head(session, sinks))
-    questions.append(lambda: ports.append(_free_port(session, prepared.experiment.launch.master_port)))
-    session.at_once(*questions)
-    (port,) = ports
-    bundle = _bundle(session, prepared, port, image_id=image_id)
-    approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
-    try:
-        _put_files(session, prepared.code, bundle)
-        return start(session, bundle, sinks, queue=queue)
-    except (TridockError, KeyboardInterrupt):
-        with suppress(TridockError):
-            remove_files(session, bundle)
-        raise
+    return start_on_nodes(
+        session,
+        prepared.experiment,
+        lambda: _free_port(session, prepared.experiment.launch.master_port),
+        lambda image_id, port: _bundle(session, prepared, port, image_id=image_id),
+        lambda bundle: _put_files(session, prepared.code, bundle),
+        check=check,
+        share=share,
+        queue=queue,
+        approve=approve,
+    )
 
 
 def _put_files(session: Session, code: Code, bundle: RunBundle) -> None:

@@ -1,29 +1,23 @@
 """``tridock launch``: from an experiment and a cluster to a run on its nodes."""
 
-import json
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tridock.command import Command
-from tridock.contracts import run_folder
-from tridock.errors import TridockError
 from tridock.launchers.bundle import RunBundle, default_port
 from tridock.launchers.ssh import Ssh
-from tridock.ops.doctor import ask_for_quick_reports, check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.preflight import Preflight, check_nodes
 from tridock.ops.runs.prepare import Prepared, assumptions_for, prepare, with_hosts_gpu
 from tridock.ops.runs.provenance import Approve
-from tridock.ops.runs.registry import refuse_slots_in_use, require_queue_node, slots_in_use
-from tridock.ops.runs.sinks import check_on_head, sinks_of, with_cluster_sinks
-from tridock.ops.runs.start import put_files, remove_files, start
+from tridock.ops.runs.sinks import with_cluster_sinks
+from tridock.ops.runs.start import put_files
+from tridock.ops.runs.start_on_nodes import start_on_nodes
 from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
-_QUEUE_TIMEOUT_S = 180.0
 DEMO_DATA = "data/demo"
 _DEMO_FILES = tuple(f"stdlib_text_document.{suffix}" for suffix in ("bin", "idx", "json"))
 
@@ -85,40 +79,25 @@ def launch(
 ) -> RunBundle:
     """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head.
 
-    ``check`` runs the doctor's quick checks; without it only the run's own files and its port are checked. ``share``
-    allows slots that another run has in use; with ``queue`` the run waits for them. ``approve`` is called with the
-    run's manifest and plan before anything is written, and may raise.
+    ``check``, ``share``, ``queue`` and ``approve`` are those of :func:`start_on_nodes`. Without ``check`` only the
+    run's own files and its port are checked.
     """
-    sinks = sinks_of(prepared.experiment)
-    if queue:
-        require_queue_node(session)
-    if check:
-        ask_for_quick_reports(session)
-    image_id = ensure_up(session)
-    found: list[Preflight] = []
-    questions: list[Callable[[], object]] = []
-    if not share and not queue:
-        questions.append(lambda: refuse_slots_in_use(session))
-    if check and not (queue and slots_in_use(session)):  # busy devices would fail the checks
-        on_cpu = prepared.experiment.env.get("DS_ACCELERATOR") == "cpu"
-        questions.append(lambda: check_quickly(session, on_cpu=on_cpu))
-    questions.append(lambda: check_on_head(session, sinks))
-    questions.append(lambda: found.append(check_nodes(session, prepared.config, prepared.experiment, prepared.plan)))
-    session.at_once(*questions)
-    (preflight,) = found
-    prepared = replace(prepared, data=preflight.data)
-    bundle = _bundle(session, prepared, preflight.port, image_id=image_id, image_manifest=preflight.image_manifest)
-    if approve is not None:
-        approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
 
-    try:
-        put_files(session, bundle)
-        return start(session, bundle, sinks, queue=queue)
-    except TridockError:
-        # Folders on only some nodes would look like a run that never starts.
-        with suppress(TridockError):
-            remove_files(session, bundle)
-        raise
+    def bundle_of(image_id: str, found: Preflight) -> RunBundle:
+        with_data = replace(prepared, data=found.data)
+        return _bundle(session, with_data, found.port, image_id=image_id, image_manifest=found.image_manifest)
+
+    return start_on_nodes(
+        session,
+        prepared.experiment,
+        lambda: check_nodes(session, prepared.config, prepared.experiment, prepared.plan),
+        bundle_of,
+        lambda bundle: put_files(session, bundle),
+        check=check,
+        share=share,
+        queue=queue,
+        approve=approve,
+    )
 
 
 def _bundle(session: Session, prepared: Prepared, port: int, **image: object) -> RunBundle:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import PreflightAnswer, QueuedRun
 from tridock.contracts.supervision import Supervision, contract
@@ -83,12 +82,3 @@ def first_files(session: Session, bundle: RunBundle) -> Callable[[str], Mapping[
 def host_folder(session: Session, node: str, bundle: RunBundle) -> str:
     """Returns the run's folder on a node's host."""
     return f"{session.workspace(node)}/runs/{bundle.run_id}"
-
-
-def remove_files(session: Session, bundle: RunBundle) -> None:
-    """Removes the folder of a run that has not started from every node."""
-
-    def remove(node: str, host: Host) -> None:
-        host.run(Command.of("rm", "-rf", host_folder(session, node, bundle)), timeout=_TIMEOUT_S)
-
-    session.each(remove)

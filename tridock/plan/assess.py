@@ -257,7 +257,7 @@ def gpu_problems(experiment: Experiment, gpu: Gpu | None) -> list[Problem]:
 def _notes(experiment: Experiment, assumptions: Assumptions, cost: Cost) -> list[str]:
     notes = []
     if experiment.model.vocab_size is None:
-        notes.append(f"model.vocab_size is left to the data: GPT-2's {GPT2_TOKENS:,} tokens are taken for granted")
+        notes.append(f"model.vocab_size is left to the data: GPT-2's {GPT2_TOKENS:,} tokens are assumed")
     if assumptions.gpu is None:
         notes.append(
             "no GPU is named (--gpu, or gpu: beside the hostfile): memory is shown, but not compared with a limit"

@@ -108,7 +108,8 @@ def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
 
 
 def memory_of(table: Mapping[str, Any], row: Mapping[str, Any], assessed: Assessment) -> Memory:
-    stage, kind = assessed.worst, table.get("memory_is", "used")
+    worst, kind = "memory_of" not in table, table.get("memory_is", "used")
+    stage = assessed.worst if worst else assessed.memory[0]
     left_out = {"used": (), "reserved": ("CUDA context", "NCCL"), "allocated": OVERHEAD}[kind]
     counted = [term for term in stage.terms if term.name not in left_out]
     planned, least = total_bytes(counted) / GIB, least_bytes(counted) / GIB

@@ -103,6 +103,39 @@ class MegatronDeepSpeed2021(MegatronLM):
         return replace(found, mask_bytes=found.mask_bytes + hidden_bytes(experiment) * (size - 1) // size)
 
 
+class MegatronDeepSpeedZero1(MegatronLM):
+    """BigScience's Megatron-DeepSpeed of December 2021 (DeepSpeed 0.5.8, torch 1.10) with ZeRO 1.
+
+    - One stage is a ``PipelineModule``, too: it keeps the logits of two micro-batches (``pipe/engine.py``).
+    - Gradients are reduced in flat copies of at most 5e8 elements (``zero/stage2.py``, ``allreduce_bucket``; stage 1
+      has no contiguous gradients), and the weights are gathered in pieces of 5e8 to 1e9 elements, which
+      ``ProcessGroupNCCL::allgather`` flattens. Torch's allocator gives none of them to the next one, because the
+      NCCL stream still uses it when the host asks (``recordStream``), and the pieces are larger than the copies, so
+      all of them stay cached.
+    """
+
+    _BUCKET: Final = 500_000_000
+
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+        found, count = super().states(experiment, weights, shape, device), weights.total
+        short, owned = FORMAT_BYTES[experiment.precision], -(-count // shape.data)
+        piece = count // max(1, count // self._BUCKET)
+        return replace(
+            found, bucket=0, workspace=max(short * min(count, self._BUCKET), (4 + short) * owned, short * piece)
+        )
+
+    def _kept_logits(self, experiment: Experiment, sizes: Sizes, accumulation: int) -> float:
+        rows = self.rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
+        return min(2, accumulation) * sizes.tokens * rows * sizes.short
+
+    def further_terms(self, experiment: Experiment, stage: int, device: Device) -> list[Term]:
+        """And what the allocator keeps: flat gradients, and the gathered pieces if they are larger than those."""
+        count = self.parameters(experiment, stage).total
+        flat = FORMAT_BYTES[experiment.precision] * count * (2 if count > self._BUCKET else 1)
+        cached = Term("cached buffers", flat, "flat gradients, gathered weights", least=0)
+        return [*super().further_terms(experiment, stage, device), cached]
+
+
 class MegatronDeepSpeedBf16(MegatronLM):
     """BLOOM's fork of Megatron-DeepSpeed, in bf16 (``deepspeed/runtime/bf16_optimizer.py``).
 
@@ -226,6 +259,7 @@ class NemoFp8(Nemo):
 PROGRAMS: Final[Mapping[str, Engine]] = {
     "scaling": Scaling(),
     "megatron-deepspeed, 2021": MegatronDeepSpeed2021(),
+    "megatron-deepspeed, zero 1": MegatronDeepSpeedZero1(),
     "megatron-deepspeed, bf16": MegatronDeepSpeedBf16(),
     "megatron-lm, 2021": Megatron2021(),
     "megatron-lm, transformer engine": MegatronWithKernels(),

@@ -4,8 +4,9 @@ Memory is what ``nvidia-smi`` shows as the total; rates are dense (without spars
 
 Shares of the peak are measured. ``matmul_share``: A100 0.78 over 183 shapes on PCIe (SimuMax, ``configs/system``); the
 best shape there reaches 0.81, on SXM the best reaches 0.87 (Bekman, Machine Learning Engineering, "Maximum Achievable
-Matmul FLOPS"), so 0.84. B200 0.54, with which 514 shapes (SimuMax) have no bias. H100 and H200 0.68, set with
-MosaicML's MPT on one node: the best shape reaches 0.80 there, and their clock falls under long products.
+Matmul FLOPS"), so 0.84. Blackwell's in the same way: 0.54 over SimuMax's 514 shapes, of which the best reaches 0.655;
+the best reaches 0.776 on Bekman's B200, 0.729 on GB200, 0.786 on B300, so 0.64, 0.60 and 0.65. H100 and H200 0.68, set
+with MosaicML's MPT on one node: the best shape reaches 0.80 there, and their clock falls under long products.
 ``attention_share``: of causal attention, half of its FLOPs counted, heads of 128 (SimuMax for A100 and B200; Dao,
 FlashAttention-2, 2023, for A100; Shah et al., FlashAttention-3, 2024, figure 5, for H100: cuDNN's reaches 315, 484 and
 539 TFLOP/s with 512, 2,048 and 16,384 tokens, FlashAttention-2 191, 298 and 335). Others take the share of their
@@ -59,9 +60,14 @@ _A100: Final = Kernels(108, 0.84, 0.64)
 _A100_PCIE: Final = Kernels(108, 0.78, 0.64)
 _ADA: Final = Kernels(128, 0.75, 0.50)
 _HOPPER: Final = Kernels(132, 0.68, 0.55, 52.0, flash_2_share=0.345, half_length=370)
-_BLACKWELL: Final = Kernels(148, 0.54, 0.50, 52.0)
+_B200: Final = Kernels(148, 0.64, 0.50, 52.0)
+_B300: Final = Kernels(148, 0.65, 0.50, 52.0)
+_GB200: Final = Kernels(152, 0.60, 0.50, 52.0)
 _DGX_A100: Final = Network(200.0, "DGX A100")
 _DGX_H100: Final = Network(400.0, "DGX H100")
+_DGX_B300: Final = Network(800.0, "DGX B300")
+_GB200_NVL72: Final = Network(400.0, "DGX GB200")
+_GB300_NVL72: Final = Network(800.0, "DGX GB300")
 
 
 _NVSWITCH_GB_S: Final = 450.0
@@ -93,6 +99,9 @@ class Gpu:
     """Power limit of the GPU module, without its host."""
     device: str = ""
     """A part of the driver's name for it. GPUs with the same name differ in memory."""
+    domain: int | None = None
+    """GPUs that one NVLink switch connects beyond their node: 64 of an NVL72's, as NVIDIA's recipes use them
+    (dgxc-benchmarking), because groups are powers of two."""
 
     @property
     def memory_bytes(self) -> int:
@@ -124,6 +133,47 @@ class Gpu:
 # More specific names come first, because `of_device` takes the first match.
 _TABLE: Final = (
     Gpu(
+        "gb300",
+        284208,
+        2500.0,
+        80.0,
+        8000.0,
+        900.0,
+        5000.0,
+        kernels=_GB200,
+        network=_GB300_NVL72,
+        watts=1400,
+        device="GB300",
+        domain=64,
+    ),
+    Gpu(
+        "gb200",
+        189471,
+        2500.0,
+        80.0,
+        8000.0,
+        900.0,
+        5000.0,
+        kernels=_GB200,
+        network=_GB200_NVL72,
+        watts=1200,
+        device="GB200",
+        domain=64,
+    ),
+    Gpu(
+        "b300",
+        275040,
+        2250.0,
+        75.0,
+        8000.0,
+        900.0,
+        4500.0,
+        kernels=_B300,
+        network=_DGX_B300,
+        watts=1100,
+        device="B300",
+    ),
+    Gpu(
         "b200",
         183359,
         2250.0,
@@ -131,7 +181,7 @@ _TABLE: Final = (
         8000.0,
         900.0,
         4500.0,
-        kernels=_BLACKWELL,
+        kernels=_B200,
         network=_DGX_H100,
         watts=1000,
         device="B200",

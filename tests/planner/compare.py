@@ -81,6 +81,8 @@ def planned(table: Mapping[str, Any], row: Mapping[str, Any]) -> Assessment:
     slots = min(row.get("slots", 8), row["gpus"])
     nodes = {f"node-{number}": range(slots) for number in range(row["gpus"] // slots)}
     gpu = replace(GPUS[table["gpu"]], **table.get("gpu_fields", {}))
+    if "matmul_share" in table:
+        gpu = replace(gpu, kernels=replace(gpu.kernels, matmul_share=table["matmul_share"]))
     assumed = Assumptions(
         gpu,
         table.get("network_gbit"),
@@ -129,6 +131,8 @@ def _seconds(unit: str, value: float, gpus: int, assessed: Assessment) -> float:
     assert cost is not None
     if unit == "seconds":
         return value
+    if unit == "tokens/s":
+        return cost.tokens / value
     if unit == "tokens/s per GPU":
         return cost.tokens / (value * gpus)
     if unit == "hardware TFLOP/s per GPU":

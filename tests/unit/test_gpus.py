@@ -9,6 +9,10 @@ from tridock.gpus import GPUS, Gpu, find_gpu, of_device
 @pytest.mark.parametrize(
     ("device", "memory", "name"),
     [
+        ("NVIDIA GB300", 284208, "gb300"),
+        ("NVIDIA GB200", 189471, "gb200"),
+        ("NVIDIA B300 SXM6 AC", 275040, "b300"),
+        ("NVIDIA B200", 183359, "b200"),
         ("NVIDIA H200", 143771, "h200"),
         ("NVIDIA H100 80GB HBM3", 81559, "h100-80gb"),
         ("NVIDIA H100 PCIe", 81559, "h100-pcie"),
@@ -61,8 +65,8 @@ def test_an_unknown_name() -> None:
         find_gpu("v200", "lab.yaml: gpu")
     assert str(caught.value) == (
         "lab.yaml: gpu: is not a known GPU; got 'v200'; use one of a10, a100-40gb, a100-80gb, a100-pcie, a6000, b200, "
-        "gh200-96gb, h100-80gb, h100-nvl, h100-pcie, h200, l4, l40s, rtx-3090, rtx-4090, t4, v100-16gb, v100-32gb, "
-        "or its memory alone, as in 24gib"
+        "b300, gb200, gb300, gh200-96gb, h100-80gb, h100-nvl, h100-pcie, h200, l4, l40s, rtx-3090, rtx-4090, t4, "
+        "v100-16gb, v100-32gb, or its memory alone, as in 24gib"
     )
 
 

@@ -24,9 +24,11 @@ class Shape:
     accumulation: int
     """Micro batches of one replica in an iteration."""
     slots: int
-    """Slots of one node."""
+    """Ranks that are connected without the network: the slots of one node, or of several in one NVLink domain."""
     has_multicast: bool = False
     """Whether one write of a GPU reaches all others of its node."""
+    nodes: int = 1
+    """Nodes that have ``slots`` together."""
 
 
 OVERLAP: Final = "tp_comm_overlap"

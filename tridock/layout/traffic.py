@@ -8,7 +8,7 @@ and the padding of buffers.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tridock.experiment import Experiment
@@ -211,8 +211,11 @@ def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> 
     stages = parallel.pipeline_model_parallel_size
     if stages == 1 or stage not in (0, stages - 1) or experiment.model.untie_embeddings_and_output_weights:
         return
-    volume = all_reduce(2, sent.embedding_bytes)
-    yield _placed("embedding", 2, _stage_stride(parallel, shape) * (stages - 1), shape, volume)
+    stride = _stage_stride(parallel, shape)
+    found = _placed("embedding", 2, stride * (stages - 1), shape, all_reduce(2, sent.embedding_bytes))
+    # Between the two lie the other stages: the group is on one node if all of the pipeline is.
+    inside = shape.slots % (stride * stages) == 0
+    yield replace(found, link="node", together=2, sharing=stride * stages // 2) if inside else found
 
 
 def _expert(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:

@@ -10,7 +10,7 @@ from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout.groups import make_groups, warnings
 from tridock.layout.plan import Plan, lay_out
-from tridock.layout.shape import GPT2_TOKENS, Shape
+from tridock.layout.shape import GPT2_TOKENS
 from tridock.plan.assumptions import Assumptions
 from tridock.plan.cost import Cost, cost_of
 from tridock.plan.document import as_json
@@ -216,16 +216,17 @@ def assess(
     if problems:
         return Assessment(experiment, source, tuple(problems), (), assumptions)
     plan = lay_out(experiment, slots)
-    shape = Shape(plan.data_parallel_size, plan.accumulation_steps, per_node, assumptions.has_multicast)
+    shape = assumptions.shape(plan.data_parallel_size, plan.accumulation_steps, per_node, world_size)
     memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
-    rates = assumptions.rates(experiment, shape.slots)
+    rates = assumptions.rates(experiment, shape)
     states = max(stage.state_bytes for stage in memory)
     cost = cost_of(experiment, shape, states, rates)
     notes = tuple(_notes(experiment, assumptions, cost))
+    slow = tuple(warnings(plan)) if shape.nodes == 1 else ()
     good = None
     if assumptions.failures is not None and cost.estimate is not None:
         good = goodput_of(experiment, shape, cost.estimate.iteration, len(slots), assumptions.failures, assumptions.gpu)
-    return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost, good, tuple(warnings(plan)))
+    return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost, good, slow)
 
 
 def _groups(plan: Plan) -> dict[str, dict[str, int]]:

@@ -6,6 +6,7 @@ from tridock.contracts.calibration import Calibration
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout.activations import Attention
+from tridock.layout.shape import Shape
 from tridock.plan.correction import Correction
 from tridock.plan.goodput import Failures
 from tridock.plan.rates import Rates
@@ -37,17 +38,23 @@ class Assumptions:
     """The correction by a run's measurements."""
     failures: Failures | None = None
 
-    @property
-    def has_multicast(self) -> bool:
-        return self.gpu is not None and self.gpu.has_multicast
+    def shape(self, data: int, accumulation: int, per_node: int, world_size: int) -> Shape:
+        """Returns the shape of a layout with so many replicas and micro batches on nodes of ``per_node`` slots, which
+        the GPU's NVLink may connect."""
+        gpu, nodes = self.gpu, 1
+        if gpu is not None and gpu.domain is not None:
+            nodes = max(1, min(gpu.domain, world_size) // per_node)
+        multicast = gpu is not None and gpu.has_multicast
+        return Shape(data, accumulation, nodes * per_node, multicast, nodes)
 
-    def rates(self, experiment: Experiment, slots: int) -> Rates:
-        """Returns the rates of nodes of ``slots``. Raises :class:`RequestError` if the calibration lacks the
-        precision."""
+    def rates(self, experiment: Experiment, shape: Shape) -> Rates:
+        """Returns the rates between nodes as the shape has them. Raises :class:`RequestError` if the calibration lacks
+        the precision."""
         precision, tflops = experiment.precision, self.tflops
         if self.correction is not None and self.correction.planned_s is None:
             tflops = 1.0
-        rates = Rates.of(self.gpu, precision, tflops, self.network_gbit, experiment.train.tf32, slots=slots)
+        gbit = None if self.network_gbit is None else self.network_gbit * shape.nodes
+        rates = Rates.of(self.gpu, precision, tflops, gbit, experiment.train.tf32, slots=shape.slots)
         rates = replace(rates, attention=self.attention, overlaps=self.overlaps)
         if self.calibration is not None and tflops is None:
             rates = rates.measured(self.calibration, precision, self.calibration_source)

@@ -32,7 +32,7 @@ def correction_of(run: MeasuredRun, assumptions: Assumptions) -> Correction:
     known = None if planned.cost.estimate is None else planned.cost.estimate.iteration
     if known is None:
         assumptions = replace(assumptions, tflops=1.0)
-    rates = assumptions.rates(run.experiment, _shape(planned).slots)
+    rates = assumptions.rates(run.experiment, _shape(planned))
     used = dict.fromkeys(one.link for one in planned.cost.traffic)
     links = tuple(link for link in used if link == "node" or rates.network_source != GIVEN)
     correction = Correction(
@@ -76,5 +76,5 @@ def _shape(planned: Assessment) -> Shape:
     counts: dict[str, int] = {}
     for rank in slots:
         counts[rank.node] = counts.get(rank.node, 0) + 1
-    multicast = planned.assumptions.has_multicast
-    return Shape(plan.data_parallel_size, plan.accumulation_steps, min(counts.values()), multicast)
+    per_node = min(counts.values())
+    return planned.assumptions.shape(plan.data_parallel_size, plan.accumulation_steps, per_node, plan.world_size)

@@ -17,7 +17,7 @@ from tridock.engines.engine import Choice
 from tridock.engines.fields import as_overrides, as_yaml
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.layout.shape import Shape, recomputed_layers, unlike_stages
+from tridock.layout.shape import recomputed_layers, unlike_stages
 from tridock.layout.split import size_of_replica
 from tridock.plan.assess import gpu_problems
 from tridock.plan.assumptions import Assumptions
@@ -94,7 +94,7 @@ def search(
     """
     world_size = sum(len(numbers) for numbers in slots.values())
     per_node = min(len(numbers) for numbers in slots.values())
-    rates = assumptions.rates(experiment, per_node)
+    rates = assumptions.rates(experiment, assumptions.shape(1, 1, per_node, world_size))
     if assumptions.gpu is None or rates.device is None:
         todo = "give --gpu (with its memory alone, also --tflops), or gpu: in the settings beside the hostfile"
         if assumptions.correction is not None and rates.device is not None:
@@ -135,14 +135,13 @@ def _judge(
     problems = layout_problems(candidate, world_size, per_node)
     if problems:
         return Rejected(choice, f"{problems[0].where} {problems[0].what}")
-    tensor = candidate.parallel.tensor_model_parallel_size
-    if per_node % tensor:
+    tensor, data = candidate.parallel.tensor_model_parallel_size, world_size // size_of_replica(candidate)
+    steps = candidate.batch.samples_per_step(data) // (candidate.batch.micro_batch_size * data)
+    shape = assumptions.shape(data, steps, per_node, world_size)
+    if shape.slots % tensor:
         return Rejected(choice, f"tensor parallel groups of {tensor} would cross nodes of {per_node} slots")
-    data = world_size // size_of_replica(candidate)
     if candidate.parallel.use_distributed_optimizer and data * candidate.parallel.context_parallel_size == 1:
         return Rejected(choice, "there is one replica: nothing to share the optimizer's states with")
-    steps = candidate.batch.samples_per_step(data) // (candidate.batch.micro_batch_size * data)
-    shape = Shape(data, steps, per_node, assumptions.has_multicast)
     stages = unlike_stages(candidate)
     gpu, correction, groups = assumptions.gpu, assumptions.correction, communicators(candidate, shape)
     attention = assumptions.attention

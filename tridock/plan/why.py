@@ -16,7 +16,6 @@ from tridock.engines.offload import Offload
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.layout.plan import layout_label
-from tridock.layout.shape import Shape
 from tridock.layout.split import size_of_replica
 from tridock.plan.assess import Verdict, gpu_problems
 from tridock.plan.assumptions import Assumptions
@@ -163,9 +162,9 @@ def judge_layout(
     if problems:
         return JudgedLayout(tuple(changes), experiment, tuple(problems), data)
     steps = experiment.batch.samples_per_step(data) // (experiment.batch.micro_batch_size * data)
-    shape = Shape(data, steps, per_node, assumptions.has_multicast)
+    shape = assumptions.shape(data, steps, per_node, world_size)
     memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
-    rates = assumptions.rates(experiment, shape.slots)
+    rates = assumptions.rates(experiment, shape)
     states = max(stage.state_bytes for stage in memory)
     cost = cost_of(experiment, shape, states, rates)
     worst = max(memory, key=lambda stage: stage.total_bytes)

@@ -94,4 +94,4 @@ def test_older_kernels_of_attention_are_slower() -> None:
 
 def test_gpus_without_figures_of_their_own_take_their_architectures() -> None:
     assert GPUS["a10"].kernels == GPUS["a6000"].kernels
-    assert {gpu.network.gbit for gpu in GPUS.values()} == {25.0, 200.0, 400.0}
+    assert {gpu.network.gbit for gpu in GPUS.values()} == {25.0, 200.0, 400.0, 800.0}

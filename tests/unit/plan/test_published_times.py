@@ -10,7 +10,7 @@ from tests.planner.compare import Compared, compared, median_error, ran_out, ran
 NAMES = [table["name"] for table in tables()]
 HELD_OUT = [table["name"] for table in tables() if table["use"] == "held out"]
 KNOWN = {
-    "megatron-bridge-gb200-fp8": 0.19,  # 405B with the kernels of 2026: its products reach more than SimuMax measured
+    "nemo-22.08-a100-175b": 0.28,  # 38 % slower than a release before with the layout that both publish
     "mt-nlg-530b": 0.25,  # a run with its own stalls: 126 TFLOP/s where the same layout reached 171 a year before
 }
 """Tables whose median error is above the limit."""

@@ -186,6 +186,13 @@ def test_links_where_stages_are_neighbours(slots: int, expected: dict[str, tuple
     assert {group: (found[group].link, found[group].sharing) for group in expected} == expected
 
 
+@pytest.mark.parametrize(("slots", "link"), [(16, "node"), (8, "node"), (4, "network")])
+def test_the_first_and_the_last_stage_are_on_one_node_where_the_pipeline_is(slots: int, link: str) -> None:
+    given = experiment({PP: 4}, {"num_layers": 4})
+    found = by_group(ENGINES["megatron-core"].traffic_of_stage(given, Shape(2, 1, slots), 0))
+    assert (found["embedding"].link, found["pipeline"].link == "network") == (link, slots == 4)
+
+
 @pytest.mark.parametrize(
     ("slots", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,7 @@ class Compared:
     label: str
     predicted: float
     measured: float
+    """Not a number where a table's times say nothing."""
     tokens: int
     memory: Memory
 
@@ -100,7 +102,8 @@ def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
     assert cost.estimate is not None
     assert plan is not None
     label = f"{plan.layout} mbs {plan.micro_batch_size} gbs {plan.global_batch_size}"
-    measured = _seconds(table["unit"], row["measured"], row["gpus"], assessed)
+    known = "time_unknown" not in table
+    measured = _seconds(table["unit"], row["measured"], row["gpus"], assessed) if known else math.nan
     program, experiment = table.get("program"), assessed.experiment
     share = row["recomputed"] if row.get("recomputed") is not None else recomputed_share(program, experiment)
     predicted = cost.estimate.iteration - (1 - share) * cost.estimate.recomputed
@@ -155,7 +158,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def rankings(rows: Sequence[Compared]) -> Iterator[tuple[str, int, float, float]]:
     """Of each model with enough layouts on the same number of GPUs: their number, the rank correlation of the times for
     a token, and how much slower the planner's first choice is than the fastest."""
-    for model, gpus in dict.fromkeys((row.model, row.gpus) for row in rows):
+    for model, gpus in dict.fromkeys((row.model, row.gpus) for row in timed(rows)):
         of_it = [row for row in rows if (row.model, row.gpus) == (model, gpus)]
         if len(of_it) >= RANKED:
             predicted, measured = ([seconds / row.tokens for row, seconds in pairs] for pairs in _pairs(of_it))
@@ -168,8 +171,13 @@ def _pairs(rows: Sequence[Compared]) -> Iterator[list[tuple[Compared, float]]]:
     yield [(row, row.measured) for row in rows]
 
 
+def timed(rows: Sequence[Compared]) -> list[Compared]:
+    """The rows whose times were published and can be trusted."""
+    return [row for row in rows if not math.isnan(row.measured)]
+
+
 def median_error(rows: Sequence[Compared]) -> float:
-    return statistics.median(abs(row.error) for row in rows)
+    return statistics.median(abs(row.error) for row in timed(rows))
 
 
 def main(names: Sequence[str]) -> int:
@@ -179,8 +187,8 @@ def main(names: Sequence[str]) -> int:
         rows = compared(table)
         every += rows
         console.print(_shown(table, rows))
-        bias = statistics.median(row.error for row in rows)
-        console.print(f"median error {median_error(rows):.1%}, {bias:+.1%} with its sign")
+        if errors := [row.error for row in timed(rows)]:
+            console.print(f"median error {median_error(rows):.1%}, {statistics.median(errors):+.1%} with its sign")
         if known := [row.memory.error for row in rows if row.memory.measured is not None]:
             console.print(
                 f"memory: median error {statistics.median(map(abs, known)):.1%},"
@@ -192,7 +200,8 @@ def main(names: Sequence[str]) -> int:
     if every:
         refused = sum(row.memory.verdict == "no-fit" for row in every)
         console.print(
-            f"{len(every)} rows: median error {median_error(every):.1%}; {refused} called no-fit, all of which ran"
+            f"{len(timed(every))} times: median error {median_error(every):.1%};"
+            f" {refused} of {len(every)} called no-fit, all of which ran"
         )
     if known := [row.memory for row in every if row.memory.measured is not None]:
         full = [memory for memory in known if (memory.measured or 0) > 0.9 * memory.gpu]
@@ -209,14 +218,15 @@ def _shown(table: Mapping[str, Any], rows: Sequence[Compared]) -> Table:
     for name in ("model", "layout", "predicted", "measured", "error", "GiB", "measured"):
         shown.add_column(name, justify="left" if name in ("model", "layout") else "right")
     for row in rows:
-        error = f"{row.error:+.1%}" + (" (no-fit)" if row.memory.verdict == "no-fit" else "")
+        is_timed = not math.isnan(row.measured)
+        error = f"{row.error:+.1%}" * is_timed + " (no-fit)" * (row.memory.verdict == "no-fit")
         memory = row.memory
         gib = "" if memory.measured is None else f"{memory.measured:g}"
         shown.add_row(
             row.model,
             row.label,
             f"{row.predicted:.3f} s",
-            f"{row.measured:.3f} s",
+            f"{row.measured:.3f} s" * is_timed,
             error,
             f"{memory.least:.1f} to {memory.planned:.1f}",
             gib,

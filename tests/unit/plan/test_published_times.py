@@ -5,9 +5,10 @@ from functools import cache
 
 import pytest
 
-from tests.planner.compare import Compared, compared, median_error, ran_out, rankings, spearman, tables
+from tests.planner.compare import Compared, compared, median_error, ran_out, rankings, spearman, tables, timed
 
 NAMES = [table["name"] for table in tables()]
+TIMED = [table["name"] for table in tables() if "time_unknown" not in table]
 HELD_OUT = [table["name"] for table in tables() if table["use"] == "held out"]
 KNOWN = {
     "nemo-22.08-a100-175b": 0.28,  # 38 % slower than a release before with the layout that both publish
@@ -29,7 +30,7 @@ def rows_of(name: str) -> list[Compared]:
     return compared(next(table for table in tables() if table["name"] == name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TIMED)
 def test_the_median_error_of_a_table(name: str) -> None:
     error = median_error(rows_of(name))
     assert error <= KNOWN.get(name, LIMIT)
@@ -37,8 +38,8 @@ def test_the_median_error_of_a_table(name: str) -> None:
 
 
 def test_the_median_error_of_what_no_constant_was_set_with() -> None:
-    rows = [row for name in HELD_OUT for row in rows_of(name)]
-    assert len(rows) > 600
+    rows = timed([row for name in HELD_OUT for row in rows_of(name)])
+    assert len(rows) > 650
     assert median_error(rows) <= 0.08
     assert abs(statistics.median(row.error for row in rows)) <= 0.06
 
@@ -72,13 +73,13 @@ def test_no_run_above_90_percent_of_its_gpu_is_called_fits() -> None:
         for row in rows_of(name)
         if row.memory.measured is not None and row.memory.measured > 0.9 * row.memory.gpu
     ]
-    assert len(full) >= 9
+    assert len(full) >= 14
     assert [key for key, verdict in full if verdict != "tight"] == []
 
 
 def test_the_median_error_of_memory() -> None:
     errors = [row.memory.error for name in NAMES for row in rows_of(name) if row.memory.measured is not None]
-    assert len(errors) > 90
+    assert len(errors) >= 100
     assert statistics.median(map(abs, errors)) <= 0.05
     assert abs(statistics.median(errors)) <= 0.04
 

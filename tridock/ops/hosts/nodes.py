@@ -15,7 +15,7 @@ from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.facts import HostState, keys_digest
 from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.image.ensure import ensure_image, image_of_hosts, lacking, local_image_id
+from tridock.ops.image.ensure import ensure_image, image_of_hosts, lacking, local_image_id, verify
 from tridock.ops.image.wrap import ensure_wrapped
 from tridock.remote import Completed, Host, LocalHost
 from tridock.remote.host import shortened
@@ -49,6 +49,7 @@ def up(session: Session) -> str:
         image_id = ensure_image(session)
         with nodes_locked(session):
             session.forget_states()
+            verify(session, image_id)
             _up(session, image_id)
     session.forget_states()
     return image_id

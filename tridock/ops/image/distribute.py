@@ -66,7 +66,7 @@ class Distribution:
             delivery, archive = self.deliveries[node], self.archives[node]
             there = delivery.begin(archive, parts.unpacked_size(present[node]), inventories[node])
             if not archive.pieces:
-                self._load_on(node, clear=True)
+                self._load_on(node)
             return there
 
         hosts = {node: self.session.hosts[node] for node in self.deliveries}
@@ -169,9 +169,9 @@ class Distribution:
         if node in self._left and set(self.archives[node].pieces) <= self._schedule.has[node]:
             self._load(node)
 
-    def _load_on(self, node: str, *, clear: bool) -> None:
+    def _load_on(self, node: str) -> None:
         archive = self.archives[node]
-        reason = self.deliveries[node].load(archive, self.ids[node], self._inventories[node], clear=clear)
+        reason = self.deliveries[node].load(archive, self.ids[node], self._inventories[node])
         if reason:
             self.incomplete[node] = reason
         else:
@@ -182,7 +182,7 @@ class Distribution:
 
         def load() -> Callable[[], object]:
             try:
-                self._load_on(node, clear=False)
+                self._load_on(node)
             except ClusterError:
                 delivery.clear()
                 raise

@@ -20,7 +20,7 @@ from tridock.remote import LocalHost
 def ensure_image(session: Session) -> str:
     """Brings the image to every host that lacks it and returns its id, the same on all of them.
 
-    Tridock's layer on another image is built here first.
+    Tridock's layer on another image is built here first. :func:`verify` says whether the hosts have it then.
     """
     ensure_wrapped(session.cluster)
     wanted = wanted_image(session)
@@ -31,7 +31,6 @@ def ensure_image(session: Session) -> str:
             if missing := lacking(session, wanted):
                 keep = distribute(session, wanted, missing, folder)
                 session.forget_states()
-                _verify(session, wanted)
                 for path in folder.iterdir():
                     if path.name not in keep:
                         path.unlink()
@@ -104,7 +103,8 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _verify(session: Session, wanted: str) -> None:
+def verify(session: Session, wanted: str) -> None:
+    """Raises :class:`ClusterError` with each host that lacks the image, though it was sent there."""
     wrong = [(node, state.image_id) for node, state in session.states().items() if not state.has(wanted)]
     if wrong:
         raise ClusterError(

@@ -69,27 +69,36 @@ mv -f -- "$part" "$name"
 # Files that an interrupted command left and this image does not use.
 _TIDY = r"""
 cd -- "$1" || exit 1
-for file in *; do grep -qxF -- "$file" order || [ "$file" = order ] || [ "$file" = manifest ] || rm -rf -- "$file"; done
+for file in *; do grep -qxF -- "$file" order || [ "$file" = order ] || rm -rf -- "$file"; done
 """
 
+# An archive of a few megabytes is the script's own input: on many hosts every process counts, and every byte written.
+# If the connection is lost, docker load refuses what is cut off, at whichever file that is.
 _LOAD = r"""
-set -eu; cd -- "$1"
-[ -z "$4" ] || trap 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true' EXIT
-while read -r name; do cat -- "$name"; done <order | docker load --quiet >/dev/null
-printf '%s\n' "$3" >>"$2"
+set -eu; folder=$1 notes=$2 ids=$3 pieces=$4 platform=
+[ -n "$pieces" ] || trap 'rm -rf -- "$folder"; rmdir -- "${folder%/*}" 2>/dev/null || true' EXIT
+load() {
+  if [ -z "$pieces" ]; then docker load --quiet $platform; return; fi
+  while read -r name; do cat -- "$folder/$name"; done <"$folder/order" | docker load --quiet $platform
+}
 """
+_LOAD_LAYERS = (
+    _LOAD
+    + r"""load >/dev/null
+printf '%s\n' "$ids" >>"$notes"
+"""
+)
 
 # `docker load` accepts an archive whose layers are neither in it nor in the store. Docker 28 and later check that with
 # --platform; older ones do not list such an image. A container that never starts shows that the layers are unpacked.
-_LOAD_BLOBS = r"""
-set -eu; cd -- "$1"; id=$5 source=$6 check=$7 manifests=$8
-[ -z "$4" ] || trap 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true' EXIT
-platform=
+_LOAD_BLOBS = (
+    _LOAD
+    + r"""id=$5 source=$6 check=$7 manifests=$8 manifest=$9
 if [ -n "$source" ]; then
   docker image inspect "$source" >/dev/null 2>&1 || { echo "the image with the other layers is gone" >&2; exit 1; }
   [ -z "$check" ] || platform=--platform=$(docker version --format '{{.Server.Os}}/{{.Server.Arch}}')
 fi
-error=$(while read -r name; do cat -- "$name"; done <order | docker load --quiet $platform 2>&1 >/dev/null) || {
+error=$(load 2>&1 >/dev/null) || {
   case $error in *"requested platform"*) error="layers of the image are missing";; esac
   printf '%s\n' "$error" >&2; exit 1
 }
@@ -98,9 +107,10 @@ test=tridock-load-${id#sha256:}
 docker rm --force --volumes "$test" >/dev/null 2>&1 || true
 docker create --pull never --name "$test" "$id" true >/dev/null
 docker rm --volumes "$test" >/dev/null
-mkdir -p -- "$manifests"; cp -- manifest "$manifests/${id#sha256:}"
-printf '%s\n' "$3" >>"$2"
+mkdir -p -- "$manifests"; printf %s "$manifest" >"$manifests/${id#sha256:}"
+printf '%s\n' "$ids" >>"$notes"
 """
+)
 
 _CLEAR = 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true'
 
@@ -213,18 +223,16 @@ class Delivery:
     def begin(self, archive: Archive, unpacked: int, inventory: Inventory) -> set[str]:
         """Sends everything outside the pieces, if there is space for all. Returns the pieces that are already there.
 
-        ``unpacked``: bytes of the layers on the host's disk.
+        ``unpacked``: bytes of the layers on the host's disk. An archive without pieces is sent by :meth:`load`.
         """
         there = {name for name, piece in archive.pieces.items() if inventory.files.get(name) == piece.size}
-        missing = archive.size - sum(archive.pieces[name].size for name in there)
+        missing = archive.size - sum(archive.pieces[name].size for name in there) if archive.pieces else 0
         self._refuse_small_disks(missing, archive.size + unpacked, inventory)
-        order = "".join(f"{name}\n" for name in archive.files).encode()
-        files = {**archive.inline, "order": order}
-        if inventory.containerd:
-            files["manifest"] = archive.manifest
-        self.host.put_tree(files, self.folder, mode=0o600)
-        if inventory.files:
-            self._do("remove the files of an interrupted command", _TIDY)
+        if archive.pieces:
+            order = "".join(f"{name}\n" for name in archive.files).encode()
+            self.host.put_tree({**archive.inline, "order": order}, self.folder, mode=0o600)
+            if inventory.files:
+                self._do("remove the files of an interrupted command", _TIDY)
         return there
 
     def receive(self, piece: Piece, progress: Callable[[int], object]) -> None:
@@ -238,18 +246,18 @@ class Delivery:
         done = self.host.run(Command.of("sh", "-c", _FETCH, "fetch", self.folder, piece.name, sha256, *command))
         return None if done.exit_code == 0 else _last_line(done.stderr) or f"exit code {done.exit_code}"
 
-    def load(self, archive: Archive, ids: Iterable[str], inventory: Inventory, *, clear: bool) -> str:
-        """Loads the image, which has these ``ids``; ``clear`` removes the folder even if the load fails.
+    def load(self, archive: Archive, ids: Iterable[str], inventory: Inventory) -> str:
+        """Loads the image, which has these ``ids``. Sends an archive without pieces, and then removes the folder.
 
         Returns why containerd's image store cannot complete an archive that lacks layers, else an empty string.
         """
-        arguments = self.notes, " ".join(dict.fromkeys(ids)), "clear" if clear else ""
-        if not inventory.containerd:
-            self._do("docker load --quiet", _LOAD, *arguments)
-            return ""
-        image, check = digest_of(archive.manifest), "check" if inventory.checks_load else ""
-        script = "sh", "-c", _LOAD_BLOBS, "load", self.folder, *arguments, image, inventory.source, check
-        done = self.host.run(Command.of(*script, self.manifests))
+        arguments = self.folder, self.notes, " ".join(dict.fromkeys(ids)), "pieces" if archive.pieces else ""
+        script = Command.of("sh", "-c", _LOAD_LAYERS, "load", *arguments)
+        if inventory.containerd:
+            image, check = digest_of(archive.manifest), "check" if inventory.checks_load else ""
+            more = image, inventory.source, check, self.manifests, archive.manifest.decode()
+            script = Command.of("sh", "-c", _LOAD_BLOBS, "load", *arguments, *more)
+        done = self.host.pipe(() if archive.pieces else archive.inline.values(), script)
         if done.exit_code and inventory.blobs:
             return _last_line(done.stderr) or f"exit code {done.exit_code}"
         replace(done, command="docker load --quiet").checked(self.node)
@@ -259,8 +267,8 @@ class Delivery:
         """Removes the folder."""
         self._do(f"remove {self.folder}", _CLEAR)
 
-    def _do(self, what: str, script: str, *arguments: str) -> None:
-        done = self.host.run(Command.of("sh", "-c", script, what.split()[-1], self.folder, *arguments))
+    def _do(self, what: str, script: str) -> None:
+        done = self.host.run(Command.of("sh", "-c", script, what.split()[-1], self.folder))
         replace(done, command=what).checked(self.node)
 
     def _refuse_small_disks(self, to_receive: int, to_load: int, inventory: Inventory) -> None:

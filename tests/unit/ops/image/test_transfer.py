@@ -44,7 +44,10 @@ def send(delivery: Delivery, parts: ImageParts, present: int = 0, inventory: Inv
     missing = archive.pieces.keys() - delivery.begin(archive, parts.unpacked_size(present), inventory)
     for name in missing:
         delivery.receive(archive.pieces[name], lambda _: None)
-    assert delivery.load(archive, (*parts.ids, "sha256:here"), inventory, clear=True) == ""
+    try:
+        assert delivery.load(archive, (*parts.ids, "sha256:here"), inventory) == ""
+    finally:
+        delivery.clear()
     return sorted(missing)
 
 
@@ -91,6 +94,28 @@ def test_the_layers_that_are_missing_are_loaded(delivery: Delivery, parts: Image
     assert (tmp_path / "loaded").read_bytes() == content_of(parts.archive("lab", 1, 0))
     assert not (tmp_path / "lab/image").exists()
     assert (tmp_path / "lab/images").read_text().split() == [*parts.ids, "sha256:here"]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["loaded", "refused"])
+def test_small_layers_go_straight_to_docker_load(
+    delivery: Delivery, parts: ImageParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Nothing is written beside Docker's own files, and what an interrupted command has left is removed."""
+    leftover = tmp_path / "lab/image/me/order"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("old.0\n")
+    archive, inventory = parts.archive("lab", 1, 1 << 20), delivery.inventory()
+    assert delivery.begin(archive, 0, inventory) == set()
+    assert [path.name for path in leftover.parent.iterdir()] == ["order"]
+    if fails:
+        monkeypatch.setenv("FAILS", "unexpected EOF")
+        with pytest.raises(ClusterError, match=r"^gpu-1: `docker load --quiet` failed .* got unexpected EOF"):
+            delivery.load(archive, ["sha256:here"], inventory)
+    else:
+        assert delivery.load(archive, ["sha256:here"], inventory) == ""
+        assert (tmp_path / "loaded").read_bytes() == content_of(archive)
+    assert not (tmp_path / "lab/image").exists()
+    assert (tmp_path / "lab/images").exists() is not fails
 
 
 class Dropped(LocalHost):
@@ -223,7 +248,7 @@ def test_a_store_keeps_what_it_was_sent_for_the_next_edit(
 
     inventory = delivery.inventory(DIFF_IDS)
     delivery.begin(whole, 0, inventory)
-    assert delivery.load(whole, ["id"], inventory, clear=True) == ""
+    assert delivery.load(whole, ["id"], inventory) == ""
     inventory = delivery.inventory((*DIFF_IDS[:2], "sha256:edited"))
     assert (inventory.source, inventory.blobs) == (digest_of(whole.manifest), blobs_of(whole.manifest)[:2])
 
@@ -231,15 +256,15 @@ def test_a_store_keeps_what_it_was_sent_for_the_next_edit(
     monkeypatch.setenv("ID", digest_of(edit.manifest))
     monkeypatch.setenv("COMPLETE", "")
     delivery.begin(edit, 0, inventory)
-    assert delivery.load(edit, ["id"], inventory, clear=True) == "layers of the image are missing"
+    assert delivery.load(edit, ["id"], inventory) == "layers of the image are missing"
     monkeypatch.setenv("COMPLETE", "yes")
     delivery.begin(edit, 0, inventory)
-    assert delivery.load(edit, ["id"], inventory, clear=True) == ""
+    assert delivery.load(edit, ["id"], inventory) == ""
     assert (tmp_path / "calls").read_text().splitlines() == ["load --quiet", *[f"load --quiet{checked}"] * 2]
 
     (tmp_path / "images").write_text(f"{digest_of(edit.manifest)}\n")
     delivery.begin(edit, 0, inventory)
-    assert delivery.load(edit, ["id"], inventory, clear=True) == "the image with the other layers is gone"
+    assert delivery.load(edit, ["id"], inventory) == "the image with the other layers is gone"
     assert not (tmp_path / "lab/image").exists()
     assert set(delivery.inventory(DIFF_IDS).manifests) == {digest_of(edit.manifest)}
     assert [path.name for path in tmp_path.glob("lab/images.manifests/*")] == [digest_of(edit.manifest)[7:]]

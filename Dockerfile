@@ -124,12 +124,17 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 CMD ["/opt
 # The layers from here on are cheap: what changes with every edit comes last.
 COPY configs /opt/tridock/configs
 COPY entrypoint /opt/tridock/entrypoint
-COPY tridock /opt/tridock/tridock
+# The code of an earlier build, and in a layer of its own what differs from it: that is what an edit sends to the hosts.
+RUN --mount=type=bind,source=image-code,target=/code \
+    --mount=type=bind,source=tools/image-code.py,target=/image-code.py \
+    python3 /image-code.py /code/tridock /opt/tridock/tridock
 ARG GIT_COMMIT=unknown
 ARG SOURCE=unknown
 ARG VERSION=unknown
-RUN --mount=type=bind,source=tools/image-manifest.py,target=/image-manifest.py \
-    python3 -m compileall -q /opt/tridock/tridock \
+RUN --mount=type=bind,source=tridock,target=/code/tridock \
+    --mount=type=bind,source=tools/image-code.py,target=/image-code.py \
+    --mount=type=bind,source=tools/image-manifest.py,target=/image-manifest.py \
+    python3 /image-code.py /code/tridock /opt/tridock/tridock \
     && /opt/venv/bin/python /image-manifest.py --flavor "$FLAVOR" --base-image "$BASE_IMAGE" --git-commit "$GIT_COMMIT" --version "$VERSION" \
         >/opt/tridock/manifest.json
 LABEL org.opencontainers.image.title="tridock" \

@@ -3,7 +3,9 @@
 The hosts are containers of this machine, each with a Docker engine and an sshd of its own. The first host gets the
 whole image; the others begin as copies of its disk. The bytes are those that this machine sent to the hosts, and those
 that all hosts received, from it and from each other. They share this machine's cores, as real hosts do not: the last
-columns are the processor seconds of the operator's command and of the busiest host.
+columns are the processor seconds of the operator's command, of the busiest host and of all hosts.
+
+Before each edit another one goes to the hosts with nothing but ssh and `docker load`: the least that it can take.
 
 --links measures something else: one large layer, to 2, 4 and all hosts, over uplinks of the same rate.
 """
@@ -41,6 +43,21 @@ COPY = (
 ENSURE = (
     "import sys; from pathlib import Path; from tridock.ops.hosts.session import Session; "
     "from tridock.ops.image.ensure import ensure_image; ensure_image(Session.open(Path(sys.argv[1])))"
+)
+# An archive with the image's last layer, and that archive to every host.
+ARCHIVE = (
+    "import json, subprocess, sys; from pathlib import Path; from tridock.ops.image.export import export_image; "
+    "image, folder = sys.argv[1:]; show = 'docker', 'image', 'inspect', '--format', '{{json .RootFS.Layers}}', image; "
+    "ids = json.loads(subprocess.check_output(show)); last = len(ids) - 1; "
+    "parts = export_image(image, ids, last, Path(folder), lambda _: None, print).archive(image, last, 1 << 30).parts; "
+    "Path(folder, 'archive').write_bytes(b''.join(parts))"
+)
+LOAD = (
+    "import sys; from pathlib import Path; from tridock.command import Command; "
+    "from tridock.ops.hosts.session import Session; "
+    "session, parts = Session.open(Path(sys.argv[1])), (Path(sys.argv[2], 'archive').read_bytes(),); "
+    "load = Command.of('docker', 'load', '--quiet'); "
+    "session.each(lambda node, host: host.pipe(parts, load).checked(node))"
 )
 
 
@@ -150,26 +167,32 @@ class Hosts:
             subprocess.run(["docker", *argv], capture_output=True, check=False)
 
 
-def bring(hosts: Hosts, what: str) -> None:
+def operate(hosts: Hosts, program: str, *arguments: str | Path) -> None:
+    """Runs a program with the operator's settings; its failure is ours."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+
+
+def bring(hosts: Hosts, what: str, program: str = ENSURE, *arguments: str | Path) -> None:
     """Brings the image to every host that lacks it, and prints a line."""
     hostfile = hosts.write_cluster()
     before, sent = hosts.received(), hosts.sent()
     used, own = hosts.processor_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
-    environment = {**os.environ, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", ENSURE, hostfile], env=environment, capture_output=True, text=True, check=False
-    )
+    operate(hosts, program, hostfile, *arguments)
     seconds = time.monotonic() - began
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     operator = now.ru_utime + now.ru_stime - own.ru_utime - own.ru_stime
-    busiest = max(after - earlier for after, earlier in zip(hosts.processor_seconds(), used, strict=True))
+    each = [after - earlier for after, earlier in zip(hosts.processor_seconds(), used, strict=True)]
     megabytes = (hosts.received() - before) / 1e6
     count = len(hosts.names)
     uplink = (hosts.sent() - sent) / 1e6
-    columns = f"{count:5} {seconds:8.1f} {uplink:8.1f} {megabytes:8.1f} {operator:9.1f} {busiest:8.1f}"
+    columns = (
+        f"{count:5} {seconds:8.1f} {uplink:8.1f} {megabytes:8.1f} {operator:9.1f} {max(each):8.1f} {sum(each):6.1f}"
+    )
     print(f"{what:28} {columns}", flush=True)
 
 
@@ -193,9 +216,9 @@ def edited_image(folder: Path) -> None:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for wheels in ("locks/wheels", "upstream"):
-        if (ROOT / wheels).is_dir():
-            shutil.copytree(ROOT / wheels, folder / wheels, dirs_exist_ok=True)
+    for kept in ("locks/wheels", "upstream", "image-code"):
+        if (ROOT / kept).is_dir():
+            shutil.copytree(ROOT / kept, folder / kept, dirs_exist_ok=True)
     with (folder / "tridock/command.py").open("a") as file:
         file.write(f"# {time.time()}\n")
     argv = ["tools/build-image.sh", "cpu", "", IMAGE]
@@ -218,6 +241,10 @@ def edits(hosts: Hosts, count: int, repeats: int) -> None:
     for other in others:
         hosts.start(other)
     for _ in range(repeats):
+        folder = Path(tempfile.mkdtemp(dir=hosts.folder))
+        edited_image(folder)
+        operate(hosts, ARCHIVE, IMAGE, folder)
+        bring(hosts, "ssh and docker load alone", LOAD, folder)
         edited_image(Path(tempfile.mkdtemp(dir=hosts.folder)))
         bring(hosts, "an edit of one line")
     bring(hosts, "nothing to bring")
@@ -249,7 +276,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         hosts = Hosts(Path(name))
         try:
-            print("what                         hosts  seconds  MB sent  MB rcvd  operator  busiest")
+            print("what                         hosts  seconds  MB sent  MB rcvd  operator  busiest  hosts")
             if arguments.links:
                 links(hosts, arguments.hosts, arguments.megabytes, arguments.mbit)
             else:

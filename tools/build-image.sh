@@ -78,6 +78,18 @@ collect_wheels() {
     done < <(tools/python/pip-wheel-folders.sh)
 }
 
+# The image has this earlier code in one layer, and in another what differs from it. Once that is a tenth of the files,
+# today's code takes its place.
+keep_code() {
+    local kept=image-code/tridock changed all
+    changed=$(diff -rq --exclude=__pycache__ "$kept" tridock 2>/dev/null | wc -l) || true
+    all=$(find tridock -name '*.py' | wc -l)
+    [[ ! -d $kept ]] || ((changed * 10 > all)) || return 0
+    rm -rf "$kept"
+    mkdir -p image-code
+    cp -Rp tridock "$kept"
+}
+
 git_commit() {
     local commit
     # Of this folder, and not of one around it.
@@ -119,6 +131,7 @@ main() {
     mkdir -p upstream locks/wheels
     choose_base
     find_base "$BASE_IMAGE"
+    keep_code
     if [[ $FLAVOR == wrap ]]; then
         check_wrappable
         find_base "$STANDABLE"

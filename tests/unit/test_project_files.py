@@ -144,7 +144,8 @@ def test_the_wheel_builds_the_image_from_what_a_checkout_builds_it_from(
     checkout = Path(__file__).parents[2]
     listed = subprocess.run(
         ["git", "ls-files", "Dockerfile", ".dockerignore", "configs", "entrypoint", "patches", "tridock", "tools/image",
-         "tools/python", "locks/*train*.txt", "locks/uv.txt", "locks/torch.txt", "locks/deepspeed.txt"],
+         "tools/image-code.py", "tools/python", "locks/*train*.txt", "locks/uv.txt", "locks/torch.txt",
+         "locks/deepspeed.txt"],
         cwd=checkout, check=True, capture_output=True, text=True,
     ).stdout.split()  # fmt: skip
     assert {name: (place / name).stat().st_mode & 0o111 for name in listed} == {

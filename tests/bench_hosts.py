@@ -57,7 +57,7 @@ run)
 rm) rm -f "$STATE/container" ;;
 exec)
   for word; do if [ -e "$ANSWERS/$word" ]; then answer=$word; fi; done
-  if [ -n "$answer" ]; then cat "$ANSWERS/$answer"; fi ;;
+  if [ -n "$answer" ]; then exec cat "$ANSWERS/$answer"; fi ;;
 esac
 """
 QUICK = QuickReport(

@@ -154,6 +154,37 @@ def test_an_sshd_with_few_sessions_gets_more_connections(make_sshd: Callable[...
     host.close()
 
 
+def test_commands_end_while_new_keys_are_exchanged(make_sshd: Callable[..., Sshd]) -> None:
+    sshd = make_sshd("RekeyLimit 256K\nMaxSessions 10")
+    host = sshd.host()
+    assert host.run(Command.of("true")).exit_code == 0
+    pieces = [bytes(1 << 20)] * 60
+    with ThreadPoolExecutor(4) as pool:
+        sent = pool.submit(host.pipe, iter(pieces), Command.of("wc", "-c"))
+        codes = [pool.submit(host.run, Command.of("true"), 60) for _ in range(90)]
+        assert sent.result().stdout.split() == [str(60 << 20).encode()]
+        assert [done.result().exit_code for done in codes] == [0] * 90
+    assert sshd.log.count("Accepted publickey") == 1
+
+
+def test_the_end_of_input_that_comes_after_the_end_of_the_command(make_sshd: Callable[..., Sshd]) -> None:
+    """A thread that sends it is interrupted before; meanwhile paramiko's own confirms that the command has ended."""
+    sshd = make_sshd()
+    host = sshd.host()
+    assert host.run(Command.of("true")).exit_code == 0
+    transport = host._connections[0].transport
+    channel = transport.open_session()
+    channel.exec_command("true")
+    with channel.lock:
+        late = channel._send_eof()  # builds the message
+    wait_until(lambda: channel.closed, 60)
+    assert host.run(Command.of("true")).exit_code == 0  # sshd has seen the confirmation
+    transport._send_user_message(late)
+    assert host.run(Command.of("echo", "still there")).stdout == b"still there\n"
+    assert sshd.log.count("Accepted publickey") == 1
+    assert "Disconnecting" not in sshd.log
+
+
 def test_an_sshd_with_which_nothing_is_in_common(make_sshd: Callable[..., Sshd]) -> None:
     assert message(
         lambda: make_sshd("Ciphers chacha20-poly1305@openssh.com").host().run(Command.of("true"))

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import paramiko
 from fabric import Config, Connection
+from paramiko.common import MSG_CHANNEL_DATA, MSG_CHANNEL_EOF, MSG_CHANNEL_REQUEST, MSG_CHANNEL_WINDOW_ADJUST
 
 from tridock.errors import ClusterError, TridockError
 from tridock.remote.ssh_config import Target, Wanted, resolve
@@ -25,6 +26,7 @@ _FIRST_WAIT_S: Final = 0.25
 _LONGEST_WAIT_S: Final = 4.0
 _KEEPALIVE_S: Final = 15
 _UNANSWERED_MS: Final = 60_000
+_TO_A_CHANNEL: Final = {MSG_CHANNEL_WINDOW_ADJUST, MSG_CHANNEL_DATA, MSG_CHANNEL_EOF, MSG_CHANNEL_REQUEST}
 _QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 
 # Without a handler, Python prints paramiko's tracebacks; our messages contain the relevant part.
@@ -122,7 +124,7 @@ def _transport_for(known: list[paramiko.PKey]) -> Any:
     names = [key.get_name() for key in known]
 
     def make(sock: Any, **kwargs: Any) -> paramiko.Transport:
-        transport = paramiko.Transport(_prompt(sock), **kwargs)
+        transport = _Transport(_prompt(sock), **kwargs)
         options = transport.get_security_options()
         options.key_types = sorted(
             options.key_types, key=lambda kind: ("ssh-rsa" if kind.startswith("rsa-sha2") else kind) not in names
@@ -130,6 +132,44 @@ def _transport_for(known: list[paramiko.PKey]) -> Any:
         return transport
 
     return make
+
+
+class _Transport(paramiko.Transport):  # type: ignore[misc]
+    """A connection that survives commands that end at a bad moment. In paramiko's it breaks, with all other commands.
+
+    While new keys are exchanged (every 512 MB, or as the sshd wants it), paramiko's thread would answer the end of a
+    command only with these keys, which nobody else can receive. Here the answer waits, and not the thread.
+
+    A thread that sends input, or its end, may find that the command has ended meanwhile. Once paramiko's thread has
+    confirmed that, sshd knows no such channel, and disconnects. Here what comes too late is not sent.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._after_keys: list[Any] = []
+        super().__init__(*arguments, **options)
+
+    def _send_user_message(self, message: Any) -> None:
+        if threading.current_thread() is self and not self.clear_to_send.is_set():
+            self._after_keys.append(message)
+            return
+        header = message.packet.getbuffer()[:5]
+        if header[0] in _TO_A_CHANNEL:
+            number = int.from_bytes(header[1:])
+            open_ = (it for it in self._channels.values() if it.active and it.remote_chanid == number)
+            message.channel = next(open_, None)
+        super()._send_user_message(message)
+
+    def _send_message(self, message: Any) -> None:
+        # Under the lock of all senders: a channel that is still open here cannot be confirmed as closed before.
+        channel: Any = getattr(message, "channel", self)
+        if channel is self or (channel is not None and not channel.closed):
+            super()._send_message(message)
+
+    def _parse_newkeys(self, message: Any) -> None:
+        super()._parse_newkeys(message)
+        waiting, self._after_keys = self._after_keys, []
+        for one in waiting:
+            self._send_user_message(one)
 
 
 class _PromptSocket(socket.socket):

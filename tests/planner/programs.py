@@ -67,6 +67,10 @@ class Scaling(MegatronCore):
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         return sizes_of(experiment, device, swiglu=4)
 
+    def further_terms(self, _experiment: Experiment, _stage: int, _device: Device) -> list[Term]:
+        """Nothing: its layers are not TransformerEngine's."""
+        return []
+
     def head_bytes(self, experiment: Experiment, sizes: Sizes, _accumulation: int) -> float:
         """In the backward pass: the logits, their softmax's logarithm, and the gradients of both."""
         logits = sizes.tokens * self.rows_of_vocabulary(experiment)

@@ -59,7 +59,10 @@ TIGHT: Final = 0.8
 """Share of a GPU's memory above which a run may run out: of 454 published runs, none with an estimate below it did
 (Fujii et al., 2024, arXiv 2411.06465)."""
 GIB: Final = 2**30
-_PERSISTENT: Final = ("weights", "gradients", "optimizer states", "start-up", OVERLAP, "cached buffers")
+_PERSISTENT: Final = (
+    "weights", "gradients", "optimizer states", "start-up", OVERLAP, "cached buffers",
+    "TransformerEngine", "empty gradients", "fp8 weights",
+)  # fmt: skip
 """Terms that are not temporary within a step."""
 OVERHEAD: Final = ("CUDA context", "NCCL", "fragmentation", OVERLAP)
 """Terms that no tensor accounts for."""

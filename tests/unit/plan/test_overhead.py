@@ -119,3 +119,22 @@ def test_each_overhead_has_its_source(name: str) -> None:
     assert term.source
     assert term.least is not None
     assert term.least < term.bytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "elements"),
+    [
+        ({}, 8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28672),
+        ({"model.num_moe_experts": 4, "model.ffn_hidden_size": 2048, "parallel.expert_tensor_parallel_size": 1},
+         8192 * (8192 + 2 * 1024) + 8192 * 8192 + 2 * 3 * 8192 * 2048),
+        ({"model.transformer_impl": "local"}, 0),
+    ],
+)  # fmt: skip
+def test_transformer_engine_keeps_an_empty_gradient_of_each_shape(fields: dict[str, Any], elements: int) -> None:
+    table = next(table for table in tables() if table["name"] == "simumax-b200-70b")
+    row = {
+        **table["fields"], "parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True,
+        "batch.global_batch_size": 16, **fields,
+    }  # fmt: skip
+    terms = {term.name: term.bytes for term in planned(table, row).worst.terms}
+    assert terms.get("empty gradients", 0) == 2 * elements // 2

@@ -9,10 +9,10 @@ from typing import Final
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.experiment.weights import layer_matrices
+from tridock.experiment.weights import layer_matrices, layer_weights, mlp_weights
 from tridock.gpus import Gpu
 from tridock.layout.activations import Sizes, norm_bytes
-from tridock.layout.shape import Device, Term, layers_of_stage
+from tridock.layout.shape import FORMAT_BYTES, Device, Term, layers_of_stage
 
 TE: Final = "transformer_engine"
 """As Megatron's --transformer-impl and Python name it."""
@@ -116,9 +116,25 @@ def sizes(experiment: Experiment, local: Sizes) -> Sizes:
     return replace(found, inputs=found.inputs / 2, mlp=found.mlp - found.ffn / 2, ffn=2 * found.ffn)
 
 
+def _empty_gradients(experiment: Experiment) -> int:
+    """Returns the bytes of what its layers return to autograd as the gradients of their matrices: one tensor for each
+    shape, in the weights' format, which it keeps (``get_dummy_wgrad`` in ``transformer_engine/pytorch/module/base.py``;
+    gradient_accumulation_fusion)."""
+    model, parallel = experiment.model, experiment.parallel
+    elements = sum(
+        one.share(parallel.tensor_model_parallel_size) for one in layer_weights(model) if one.is_matrix and one.is_split
+    )
+    if model.num_moe_experts is not None:
+        expert = sum(one.elements for one in mlp_weights(model) if one.is_matrix)
+        elements += expert // parallel.expert_tensor_size
+    return FORMAT_BYTES[experiment.precision] * elements
+
+
 def terms(experiment: Experiment, stage: int) -> Iterator[Term]:
     """Yields what its layers keep from step to step besides weights and optimizer states."""
     yield Term("TransformerEngine", WORKSPACE_BYTES, "its workspace for matrix products; 4 MiB before Hopper")
+    source = "autograd gets an empty tensor of each shape, as products add gradients to the fp32 sums themselves"
+    yield Term("empty gradients", _empty_gradients(experiment), source)
     if experiment.model.fp8 is not None:
         size = _FP8_COPIES * layers_of_stage(experiment, stage) * layer_matrices(experiment.model)
         size //= experiment.parallel.tensor_model_parallel_size

@@ -140,6 +140,8 @@ def _seconds(unit: str, value: float, gpus: int, assessed: Assessment) -> float:
         return cost.tokens / (value * gpus)
     if unit == "hardware TFLOP/s per GPU":
         return cost.hardware_flops / (value * 1e12 * gpus)
+    if unit == "causal TFLOP/s per GPU":
+        return cost.causal_flops / (value * 1e12 * gpus)
     assert unit == "model TFLOP/s per GPU", unit
     model = assessed.experiment.model
     return cost.tokens * model_flops_per_token(model, model.vocab_size or 0) / (value * 1e12 * gpus)

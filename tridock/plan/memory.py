@@ -149,7 +149,7 @@ def memory_of_stage(
     if gpu is not None:
         terms += engine_of(experiment).gpu_terms(experiment, shape)
         count = communicators(experiment, shape) if groups is None else groups
-        terms += overhead_terms(count, terms, gpu.memory_bytes)
+        terms += overhead_terms(count, terms, gpu.memory_bytes, exchanging_ranks(experiment, shape))
     return StageMemory(
         stage=stage,
         layers=layers_of_stage(experiment, stage),
@@ -225,6 +225,11 @@ forward and the backward thread have one each."""
 COMMUNICATOR_BYTES: Final = (150 * _MIB, 500 * _MIB)
 """NCCL's memory for each group of a rank: 10 MiB a connection (NCCL_BUFFSIZE's 4 MiB, and those of LL128 and LL), one
 for each of 16 channels' ring, or three with the trees' across nodes."""
+EXCHANGE_BYTES: Final = 448 * _MIB
+"""NCCL's memory of an all-to-all for each other rank on the node: 32 channels of 10 MiB, and 2 MiB for each way. With
+eight H100 one took 3.28 GB (NVIDIA/nccl, issue 1685)."""
+_EXCHANGING: Final = 8
+"""Ranks of a node with which this was seen; a larger NVLink domain counts as if it had as many."""
 FRAGMENTED: Final = 0.25
 """Share of a step's temporary tensors that torch's allocator may hold in addition: no run estimated at 80 % of its
 GPU ran out (Fujii et al., 2024), so the real peak is at most a quarter above the tensors."""
@@ -240,10 +245,19 @@ def communicators(experiment: Experiment, shape: Shape) -> int:
     )
 
 
-def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int) -> list[Term]:
-    """Returns the overhead besides the ``used`` terms, on a GPU of ``limit_bytes``, with ``count`` communicators."""
+def exchanging_ranks(experiment: Experiment, shape: Shape) -> int:
+    """Returns the ranks of a node that send each other tokens for their experts; 1 if none do."""
+    parallel = experiment.parallel
+    return min(parallel.expert_model_parallel_size, max(1, shape.slots // parallel.expert_tensor_size), _EXCHANGING)
+
+
+def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int, exchanging: int = 1) -> list[Term]:
+    """Returns the overhead besides the ``used`` terms, on a GPU of ``limit_bytes``, with ``count`` communicators, one
+    of which is an all-to-all among ``exchanging`` ranks of the node."""
     temporary = sum(term.bytes for term in used if term.name not in _PERSISTENT)
     low, high = COMMUNICATOR_BYTES
+    more = max(0, (exchanging - 1) * EXCHANGE_BYTES - high)
+    exchange = f"; {more // _MIB} MiB more for an all-to-all" if more else ""
     wanted = (
         (
             "CUDA context",
@@ -251,14 +265,19 @@ def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int) -> list[T
             CONTEXT_BYTES[1] + WORKSPACE_BYTES[1],
             "context, kernels, cuBLAS's workspaces",
         ),
-        ("NCCL", count * low, count * high, f"{count} communicators x {low // _MIB} to {high // _MIB} MiB"),
+        (
+            "NCCL",
+            count * low,
+            count * high + more,
+            f"{count} communicators x {low // _MIB} to {high // _MIB} MiB{exchange}",
+        ),
         ("fragmentation", 0, round(FRAGMENTED * temporary), f"up to {FRAGMENTED:.0%} of what comes and goes in a step"),
     )
     # A run that fits with the least of each overhead never exceeds the GPU's memory.
     room = max(0, limit_bytes - total_bytes(used) - sum(least for _, least, _, _ in wanted))
     terms = []
     for name, least, most, source in wanted:
-        more = min(most - least, room)
-        room -= more
-        terms.append(Term(name, least + more, f"fixed overhead: {source}" if least else source, least))
+        extra = min(most - least, room)
+        room -= extra
+        terms.append(Term(name, least + extra, f"fixed overhead: {source}" if least else source, least))
     return terms

@@ -150,8 +150,9 @@ class Hosts:
         found = []
         for name in self.names:
             ident = docker("inspect", "--format", "{{.Id}}", f"{NAME}-{name}")
-            paths = (path for file in USAGE for path in Path("/sys/fs/cgroup").glob(f"**/*{ident}*/{file}"))
-            path = next(paths)
+            # Not Path.glob, which fails where another container ends meanwhile.
+            folders = [Path(folder) for folder, _, _ in os.walk("/sys/fs/cgroup") if ident in folder]
+            path = next(folder / file for file in USAGE for folder in folders if (folder / file).exists())
             found.append(int(re.findall(r"\d+", path.read_text())[0]) / USAGE[path.name])
         return found
 
@@ -231,6 +232,7 @@ def edited_image(folder: Path) -> None:
 
 def edits(hosts: Hosts, count: int, repeats: int) -> None:
     """The whole image to one host, then edits of one line to many."""
+    edited_image(Path(tempfile.mkdtemp(dir=hosts.folder)))
     hosts.start("host-01")
     bring(hosts, "the whole image, first time")
     docker("stop", f"{NAME}-host-01")
@@ -252,6 +254,7 @@ def edits(hosts: Hosts, count: int, repeats: int) -> None:
 
 def links(hosts: Hosts, count: int, megabytes: int, megabits: int) -> None:
     """A layer that the hosts lack, to some of them and to all."""
+    docker("tag", "debian:bookworm-slim", IMAGE)
     for number in range(count):
         hosts.start(f"host-{number + 1:02}")
     everyone = hosts.names
@@ -272,7 +275,6 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=100, help="uplink of each machine, with --links")
     parser.add_argument("--megabytes", type=int, default=200, help="size of the layer, with --links")
     arguments = parser.parse_args()
-    docker("tag", "debian:bookworm-slim" if arguments.links else "tridock:cpu", IMAGE)
     with tempfile.TemporaryDirectory() as name:
         hosts = Hosts(Path(name))
         try:

@@ -21,6 +21,7 @@ from tests.integration.support import (
     Containers,
     Twin,
     execute,
+    give,
     once,
     own_name,
     remove_everything,
@@ -30,6 +31,7 @@ from tests.integration.support import (
 from tridock.cluster.keys import ClusterKeys, node_files
 from tridock.cluster.settings import load_cluster
 
+OWN_UID = os.getuid()
 REQUIRED = os.environ.get("TRIDOCK_REQUIRE_INTEGRATION") == "1"
 
 
@@ -127,7 +129,7 @@ def containers(cpu_image: str) -> Iterator[Containers]:
 def secrets(tmp_path: Path) -> Callable[..., Mapping[str, Path]]:
     """Makes the key folders of a cluster, as `tridock keys` would, owned by a uid that is given."""
 
-    def make(*nodes: str, uid: int = 0) -> Mapping[str, Path]:
+    def make(*nodes: str, uid: int = OWN_UID) -> Mapping[str, Path]:
         hostfile = tmp_path / "testcluster"
         hostfile.write_text("".join(f"{node} slots=1\n" for node in nodes))
         cluster = load_cluster(hostfile)
@@ -139,9 +141,9 @@ def secrets(tmp_path: Path) -> Callable[..., Mapping[str, Path]]:
             for name, content in files_of(node).items():
                 (folder / name).write_bytes(content)
                 (folder / name).chmod(0o600)
-                os.chown(folder / name, uid, uid)
+                give(folder / name, uid)
             folder.chmod(0o700)
-            os.chown(folder, uid, uid)
+            give(folder, uid)
         return folders
 
     return make
@@ -154,14 +156,14 @@ def start_twin(
     """Starts two nodes with the environment that is given, as a uid, and waits until both answer."""
     networks: list[str] = []
 
-    def start(uid: int = 0, environment: Mapping[str, str] | None = None, mounts: Sequence[str] = ()) -> Twin:
+    def start(uid: int = OWN_UID, environment: Mapping[str, str] | None = None, mounts: Sequence[str] = ()) -> Twin:
         network = own_name()
         succeed("docker", "network", "create", network)
         networks.append(network)
         folders = secrets("node-1", "node-2", uid=uid)
         workspace = tmp_path / "workspace"
         workspace.mkdir(exist_ok=True)
-        os.chown(workspace, uid, uid)
+        give(workspace, uid)
         names = {}
         for node, folder in folders.items():
             options = ["--network", network, "--network-alias", node, "--hostname", node]

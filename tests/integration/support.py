@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 # What every container, network, volume and image of one pytest session begins with; its workers inherit it.
 SESSION = "tridock-test-" + os.environ.setdefault("TEST_SESSION", uuid.uuid4().hex[:8])
@@ -32,6 +34,14 @@ def succeed(*argv: str, **options: object) -> str:
     done = execute(*argv, **options)
     assert done.returncode == 0, f"{argv} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def give(path: Path, uid: int, gid: int | None = None) -> None:
+    """Makes a file a user's, and not what a link names. Skips the test where only root may do that."""
+    if os.getuid() not in (0, uid):
+        pytest.skip("giving files to another user takes root")
+    if os.getuid() == 0:
+        os.chown(path, uid, uid if gid is None else gid, follow_symlinks=False)
 
 
 def own_name() -> str:

@@ -48,7 +48,7 @@ class Twin:
         return f"{self.clone.twin}-{node}-1"
 
     def inside(self, node: str, script: str) -> str:
-        return execute("docker", "exec", self.container(node), "bash", "-c", script).stdout
+        return execute("docker", "exec", "--user", "tridock", self.container(node), "bash", "-c", script).stdout
 
     def signal(self, node: str, name: str, pattern: str) -> None:
         """To the one process there whose command matches; its children that have the same are left alone."""

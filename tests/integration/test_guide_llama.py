@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.documentation import Block, blocks
-from tests.integration.support import execute
+from tests.integration.support import execute, give
 from tridock.experiment import parse_experiment
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]  # tests/unit/test_docs_commands.py reads and previews them
@@ -47,7 +47,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_every_line(cpu_image: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    os.chown(tmp_path, 1000, 1000)
+    give(tmp_path, 1000)
     kinds, printed, experiment = [], [], {}
     for block in blocks(PAGE):
         kinds.append(block.language)

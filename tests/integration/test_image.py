@@ -15,7 +15,7 @@ from typing import IO
 
 import pytest
 
-from tests.integration.support import ROOT, Containers, execute, own_name, succeed
+from tests.integration.support import ROOT, Containers, execute, give, own_name, succeed
 
 SITE_PACKAGES = "opt/venv/lib/"
 
@@ -134,7 +134,7 @@ WHO = 'touch made && echo "$(id -u):$(id -g) $(id -un) $HOME $USER" && touch "$H
 
 @pytest.mark.parametrize("uid", [0, 1000, 54321])
 def test_files_belong_to_the_owner_of_the_workspace(containers: Containers, workspace: Path, uid: int) -> None:
-    os.chown(workspace, uid, uid)
+    give(workspace, uid)
     done = containers.run("bash", "-c", WHO, options=["--volume", f"{workspace}:/workspace"])
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
@@ -167,7 +167,7 @@ def test_the_operators_group_may_be_roots(containers: Containers) -> None:
 
 
 def test_started_with_user_it_stays_that_user(containers: Containers, workspace: Path) -> None:
-    os.chown(workspace, 4321, 4322)
+    give(workspace, 4321, 4322)
     options = ["--user", "4321:4322", "--volume", f"{workspace}:/workspace"]
     done = containers.run("sh", "-c", 'echo "$(id -u):$(id -g) $HOME $USER"; touch made "$HOME/x"', options=options)
     assert (done.stdout, done.stderr) == ("4321:4322 /tmp tridock\n", "")
@@ -215,7 +215,7 @@ def compose(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 def test_compose_runs_a_command_in_a_fresh_clone(clone: Path, cpu_image: str) -> None:
-    os.chown(clone, 4321, 4321)
+    give(clone, 4321)
     try:
         script = 'id -u; pwd; echo made >made; echo "$DATA_PATH $GPUS_PER_NODE ${NODE_RANK-unset}"'
         given = {"TRIDOCK_IMAGE": cpu_image, "DATA_PATH": "data/my text", "GPUS_PER_NODE": "3"}

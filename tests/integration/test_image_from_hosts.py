@@ -12,7 +12,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,18 @@ HOSTS = ("host-a", "host-b", "host-c")
 PIECE = 60_000
 STOCK = Inventory({}, "", {}, None, None)
 # The engine of the host whose folder it runs in.
-DOCKER = '#!/bin/sh\ncat >"${PWD%/*/*}/loaded"\n'
+DOCKER = "#!/bin/sh\ncat >loaded\n"
 
 
-class Spoiled(LocalHost):
-    """A host whose commands pass through ``change``, which may raise."""
+class FolderHost(LocalHost):
+    """A host whose commands run in its folder, and pass through ``change``, which may raise."""
 
-    def __init__(self, name: str, change: Callable[[Command], Command]) -> None:
-        super().__init__(name)
-        self._change = change
+    def __init__(self, folder: Path, change: Callable[[Command], Command] = lambda it: it) -> None:
+        super().__init__(folder.name)
+        self._folder, self._change = folder, change
 
     def _carry_out(self, command: Command, *arguments: Any) -> Completed:
-        return super()._carry_out(self._change(command), *arguments)
+        return super()._carry_out(replace(self._change(command), cwd=str(self._folder)), *arguments)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Lab:
         return Delivery(node, self.session.hosts[node], f"{self.folder}/{node}/arrives/me", f"{self.folder}/{node}/ids")
 
     def spoil(self, node: str, change: Callable[[Command], Command]) -> None:
-        self.session.hosts = {**self.session.hosts, node: Spoiled(node, change)}
+        self.session.hosts = {**self.session.hosts, node: FolderHost(self.folder / node, change)}
 
     def distribute(self) -> None:
         deliveries = {node: self.delivery(node) for node in self.session.hosts}
@@ -122,7 +122,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     nodes = {node: {"address": f"127.0.0.{number}"} for number, node in enumerate(HOSTS, 2)}
     (tmp_path / "lab.yaml").write_text(json.dumps({"nodes": nodes}))
     session = Session.open(tmp_path / "lab")
-    session.hosts = {node: LocalHost(node) for node in HOSTS}
+    session.hosts = {node: FolderHost(tmp_path / node) for node in HOSTS}
     return Lab(session, ImageParts(b"{}", manifest.encode(), folder), tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_a_host_that_dies_in_the_middle_fails_alone(lab: Lab) -> None:
     assert lab.left() == [str(lab.folder / "host-b/arrives")]
     assert not (lab.folder / "host-b/arrives/me" / KEYS).exists()
     # The next command sends only the missing pieces.
-    lab.session.hosts = {"host-b": LocalHost("host-b")}
+    lab.session.hosts = {"host-b": FolderHost(lab.folder / "host-b")}
     lab.distribute()
     assert lab.loaded("host-b")
     assert 400_000 - 3 * PIECE <= lab.sent[OPERATOR] < 400_000
@@ -237,7 +237,7 @@ def test_bytes_that_were_changed_on_a_host_are_fetched_from_elsewhere(lab: Lab) 
 
 
 def test_an_image_that_docker_refuses_is_removed_and_the_others_continue(lab: Lab) -> None:
-    script = DOCKER.replace("cat ", 'case $PWD in */host-b/*) echo "no space left on device" >&2; exit 1;; esac; cat ')
+    script = DOCKER.replace("cat ", 'case $PWD in */host-b) echo "no space left on device" >&2; exit 1;; esac; cat ')
     (lab.folder / "bin/docker").write_text(script)
     with pytest.raises(ClusterError) as caught:
         lab.distribute()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.integration.support import execute, succeed
+from tests.integration.support import execute, give, succeed
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]  # tests/distributed/test_nvme.py has files instead of the op
 
@@ -53,7 +52,7 @@ def command(name: str, zero: dict[str, object], load: str = "") -> str:
 
 
 def test_losses_restarts_and_refusals(cpu_image: str, tmp_path: Path) -> None:
-    os.chown(tmp_path, 1000, 1000)
+    give(tmp_path, 1000)
     (tmp_path / "e.yaml").write_text(EXPERIMENT)
     lines = ["mkdir /tmp/nvme", "tridock data demo", *(command(name, *run) for name, run in RUNS.items())]
     # A run that ends leaves nothing on NVMe.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.integration.support import Twin, execute, succeed, wait_until
+from tests.integration.support import Twin, execute, give, succeed, wait_until
 from tests.unit.node.test_queue import NAMES, make
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.launchers.ssh import Ssh
@@ -21,7 +20,7 @@ UID = 1000
 def twin(start_twin: Callable[..., Twin]) -> Twin:
     started = start_twin(uid=UID)
     (started.workspace / "runs").mkdir()
-    os.chown(started.workspace / "runs", UID, UID)
+    give(started.workspace / "runs", UID)
     return started
 
 
@@ -42,7 +41,7 @@ def a_run(twin: Twin, name: str, slots: dict[str, Sequence[int]]) -> str:
     supervision = Supervision("node-1", ranks, remote, port, 0.0, observed=True, reach=reach, launcher=Ssh.name)
     (folder / "supervision.json").write_text(supervision.to_json())
     for path in (folder, *folder.rglob("*")):
-        os.chown(path, UID, UID)
+        give(path, UID)
     return f"/workspace/runs/{name}"
 
 

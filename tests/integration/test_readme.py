@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 
 from tests.documentation import blocks
 from tests.integration.rack import copy_tree
-from tests.integration.support import ROOT, SESSION, execute, own_name, succeed
+from tests.integration.support import ROOT, SESSION, execute, give, own_name, succeed
 from tests.integration.test_wheel import PROXIES
 
 UID = 1000
@@ -49,7 +48,7 @@ def machine(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     made = Machine(name, copy_tree(tmp_path_factory.mktemp("readme") / name))
     succeed("git", "init", "--quiet", cwd=made.clone)
     for path in (made.clone, *made.clone.rglob("*")):
-        os.chown(path, UID, UID, follow_symlinks=False)
+        give(path, UID)
     proxies = [word for proxy in PROXIES for word in ("--build-arg", proxy)]
     folder = str(ROOT / "tests/integration/bare_host")
     succeed("docker", "build", "--quiet", "--target", "readme", *proxies, "--tag", f"{SESSION}:readme", folder)

@@ -251,5 +251,5 @@ gpu-trial: ## Every engine, its speed, memory and faults on this machine's GPU, 
 .PHONY: clean
 clean: ## Remove .venv, caches and the twin's containers and keys; keep runs/ and data/
 	-@docker compose --project-name tridock-twin-$$(printf %s '$(CURDIR)' | sha256sum | cut -c1-8) --profile twin down --timeout 5 2>/dev/null
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .tridock *.egg-info dist site locks/wheels/*.whl
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .tridock *.egg-info dist site locks/wheels/*.whl image-code/tridock
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

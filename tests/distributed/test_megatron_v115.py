@@ -15,9 +15,11 @@ from tests.distributed.ranks import Finished, Started, check_communication, even
 from tests.experiments import make_plan, with_fields
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
-from tridock.engines import rank_program
+from tridock.engines import engine_of, rank_program
 from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
 from tridock.experiment import Experiment, dump_experiment
+from tridock.layout.shape import Shape
+from tridock.plan.memory import memory_of_stage
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -89,9 +91,15 @@ def experiment(**fields: Any) -> Experiment:
 
 
 def begin(
-    workspace: Path, source: Path, name: str, world_size: int, fault: str | None = None, **fields: Any
+    workspace: Path,
+    source: Path,
+    name: str,
+    world_size: int,
+    fault: str | None = None,
+    module: str | None = None,
+    **fields: Any,
 ) -> tuple[Path, Started]:
-    """Starts a run; ``fault`` is one of ``checkpointed``."""
+    """Starts a run, or another ``module`` with its arguments; ``fault`` is one of ``checkpointed``."""
     folder = workspace / "runs" / name
     folder.mkdir(parents=True)
     plan = make_plan(experiment(**fields), {"localhost": range(world_size)}, name)
@@ -101,9 +109,9 @@ def begin(
     for file, content in program.files.items():
         (folder / file).write_bytes(content)
     env = {**program.env, "TRIDOCK_MEGATRON": str(source)}
-    arguments = (
-        ["-m", program.module] if fault is None else ["-m", "tests.distributed.checkpointed", program.module, fault]
-    )
+    arguments = ["-m", module or program.module]
+    if fault is not None:
+        arguments = ["-m", "tests.distributed.checkpointed", program.module, fault]
     return folder, Started([*arguments, *program.arguments], folder, world_size, env)
 
 
@@ -155,6 +163,35 @@ def test_the_loss_falls(runs: Runs, layout: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_stages_agree_exactly(runs: Runs, stage: int) -> None:
     assert losses(runs(f"zero{stage}")) == losses(runs("zero0"))
+
+
+BUILT: dict[str, tuple[int, dict[str, Any]]] = {"dp4": (4, {}), "tp2-dp2": (4, {TP: 2})}
+
+
+@pytest.mark.parametrize("layout", BUILT)
+def test_no_rank_of_zero_3_holds_the_model_whole(workspace: Path, source: Path, layout: str) -> None:
+    """While the model is built a rank holds its parts and a tensor; before the first step, what the plan says."""
+    world_size, fields = BUILT[layout]
+    fields = {
+        **fields, ZERO: 3, "model.num_layers": 8, "model.hidden_size": 128, "model.vocab_size": 500,
+        "batch.global_batch_size": 16, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}},
+    }  # fmt: skip
+    module = "tests.distributed.startup_v115"
+    _, ranks = begin(workspace, source, f"built-{layout}", world_size, module=module, **fields)
+    with ranks as started:
+        finished = started.wait(PATIENCE)
+    assert finished.codes == [0] * world_size, finished.out[0][-5000:]
+    given, replicas = experiment(**fields), world_size // fields.get(TP, 1)
+    start = memory_of_stage(given, 0, Shape(replicas, 1, world_size), None).startup_bytes
+    whole = 4 * engine_of(given).parameters(given, 0).total
+    for out in finished.out:
+        building, starting = json.loads(out.splitlines()[-1])
+        assert whole / replicas < building < whole / replicas + 2 * LARGEST
+        assert 0.97 * start < starting < 1.03 * start + LARGEST
+
+
+LARGEST = 4 * 4 * 128 * 128
+"""Bytes of the largest tensor, without tensor parallelism. Gloo's thread may still hold the one before."""
 
 
 def test_every_field_of_a_logged_iteration(runs: Runs) -> None:

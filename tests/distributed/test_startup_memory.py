@@ -86,9 +86,7 @@ def test_no_rank_holds_a_sharded_model_whole(workspace: Path, torch_peaks: dict[
 def test_engine_torch_starts_as_planned(workspace: Path, torch_peaks: dict[str, list[int]], name: str) -> None:
     for rank, peak in enumerate(torch_peaks[name]):
         start = planned(workspace / "runs" / name, rank, 4)
-        # On a CPU rank the copy that ZeRO 3 partitions is in host memory too.
-        drawn = 2.1 * DRAWN if name == "zero3" else 1.05 * DRAWN
-        assert 0.97 * start < peak < 1.03 * start + drawn, (name, rank, peak, start)
+        assert 0.97 * start < peak < 1.03 * start + 1.05 * DRAWN, (name, rank, peak, start)
 
 
 def test_megatron_core_starts_as_planned(workspace: Path) -> None:

@@ -20,6 +20,7 @@ def adapt(device_type: str) -> list[str]:
     adapted += [] if _compiled_helpers() else _numpy_helpers()
     training: Any = importlib.import_module("megatron.training")
     training.get_optimizer = _zeroing_as_asked(training)
+    training.get_model = _partitioned_as_built(training)
     _world_without_a_pipeline()
     _one_random_tracker()
     # Its models call state_dict() with positional arguments, once per layer and checkpoint.
@@ -59,6 +60,43 @@ def _zeroing_as_asked(training: Any) -> Any:
         return optimizer
 
     return get_optimizer
+
+
+def _partitioned_as_built(training: Any) -> Any:
+    """Builds a model of ZeRO 3 in ``deepspeed.zero.Init``, as upstream's Megatron-LM-v1.1.5-ZeRO3 does: DeepSpeed
+    partitions the weights of each module once it is built, so no rank ever holds the model.
+
+    The table of positions is drawn after that: it is gathered for it, and partitioned again.
+    """
+    build, mpu = training.get_model, training.mpu
+    zero: Any = importlib.import_module("deepspeed").zero
+    gpt2: Any = importlib.import_module("megatron.model.gpt2_model")
+    normal = gpt2.init_method_normal
+
+    def get_model(provider: Any) -> Any:
+        args = training.get_args()
+        if not args.deepspeed or args.zero_stage < 3:
+            return build(provider)
+        with zero.Init(
+            data_parallel_group=mpu.get_data_parallel_group(), config_dict_or_path=args.deepspeed_config, mpu=mpu
+        ):
+            model = provider()
+        if mpu.get_data_parallel_rank() == 0:
+            rank, count = mpu.get_model_parallel_rank(), sum(weight.ds_numel for weight in model.parameters())
+            print(f" > number of parameters on model parallel rank {rank}: {count}", flush=True)
+        return model
+
+    def init_method_normal(sigma: float) -> Any:
+        draw = normal(sigma)
+
+        def drawn(weight: Any) -> Any:
+            with zero.GatheredParameters(weight, modifier_rank=0):
+                return draw(weight)
+
+        return drawn
+
+    gpt2.init_method_normal = init_method_normal
+    return get_model
 
 
 def _fused_attention() -> None:

@@ -153,7 +153,9 @@ def _on_device(experiment: Experiment, weights: Parameters, shape: Shape) -> Sta
     prefetch = short * min(count - small, together + widest) if replicas > 1 and together else 0
     # Of a group of 1e9 weights the gradients are made flat, in their format, and then converted.
     workspace = (4 + short % 4) * min(owned, 2 * _BUCKET)
-    startup = (2 * short + 4) * owned + bucket
+    # zero.Init partitions each tensor once it is drawn. Beside the master weights and gradients, the optimizer gathers
+    # one tensor after another (create_reduce_and_remove_grad_hooks in stage3.py).
+    startup = (2 * short + 4) * owned + short * widest + bucket
     return States(short * kept, short * owned, optimizer, 0, bucket, gathered, workspace, startup, prefetch=prefetch)
 
 

@@ -2,8 +2,8 @@
 
 The engine gives the bytes of weights, gradients and optimizer states, and the peak of a step on top of them
 (:mod:`~tridock.layout.activations`). A step peaks either in its backward passes or in the optimizer step, never in
-both. Before the first step a rank may hold more (``States.startup``): no strategy of engine torch does, but
-megatron-core's distributed optimizer moves the weights to a buffer, and ZeRO 3 of v1.1.5 begins with whole weights.
+both. Before the first step a rank may hold more (``States.startup``): megatron-core's distributed optimizer moves the
+weights to a buffer, and ZeRO 3 gathers each tensor.
 
 A GPU rank also uses a varying amount of memory that no tensor of the run accounts for: CUDA's context, NCCL's buffers
 for each communicator, and blocks that torch's allocator cannot reuse because a step's temporary tensors have other
@@ -142,7 +142,7 @@ def memory_of_stage(
         *_temporary(experiment, stage, shape, states, device, attention, stepwise),
     ]
     excess = max(0, states.startup - total_bytes(terms))
-    terms.append(Term("start-up", excess, "weights that are there twice, or whole, before the first step"))
+    terms.append(Term("start-up", excess, "weights that are there twice before the first step"))
     if correction is not None and gpu is not None:
         source = f"{correction.source} allocated {correction.memory:.3g} times what its plan has"
         terms.append(Term("measured by a run", round((correction.memory - 1) * total_bytes(terms)), source))

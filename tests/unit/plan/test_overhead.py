@@ -83,6 +83,14 @@ def test_stored_activations_are_partitioned_or_leave_the_gpu() -> None:
     assert both.fit == "tight"
 
 
+def test_zero_3_never_has_the_whole_model() -> None:
+    """104 GB of weights on GPUs of 32, without tensor parallelism: each rank keeps its part of a tensor."""
+    alone = {"parallel__tensor_model_parallel_size": 1, "batch__micro_batch_size": 1, "batch__global_batch_size": 64}
+    stage = worst("v100-32gb", **alone)
+    assert 2 * stage.parameters.total > 12 * stage.startup_bytes
+    assert stage.fit == "fits"
+
+
 def test_unfused_attention_keeps_its_scores() -> None:
     """5 a s^2 b bytes of each kept layer in fp16 (Korthikanti et al., 2022, 4.1); of layers that are computed again,
     only while one is at work."""

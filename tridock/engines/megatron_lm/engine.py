@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tridock.contracts.pretrained import DEEPSPEED, MEGATRON
@@ -70,8 +69,7 @@ class MegatronLM(Engine):
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
         if experiment.parallel.strategy == "zero":
-            states = zero_states(experiment, weights, shape, device)
-            return replace(states, startup=max(states.startup, FORMAT_BYTES[experiment.precision] * weights.total))
+            return zero_states(experiment, weights, shape, device)
         short, count = FORMAT_BYTES[experiment.precision], weights.total
         again = 4 if short == 2 else 0  # gradients, and weights, again in fp32
         persistent = (short * count, (short + again) * count, (again + 8) * count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -190,6 +191,11 @@ def failing_node(containers: Containers, *options: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+def own(folder: Path) -> list[str]:
+    """A node with these keys, as the user who runs the tests."""
+    return ["--volume", f"{folder}:/run/tridock/secrets:ro", "--env", f"TRIDOCK_UID={os.getuid()}"]
+
+
 def test_no_secrets(containers: Containers) -> None:
     assert failing_node(containers) == (
         3,
@@ -216,7 +222,7 @@ def test_secrets_of_somebody_else(containers: Containers, secrets) -> None:
 def test_a_private_key_open_to_others(containers: Containers, secrets) -> None:
     folder = secrets("node-1")["node-1"]
     (folder / "id_ed25519").chmod(0o640)
-    assert failing_node(containers, "--volume", f"{folder}:/run/tridock/secrets:ro") == (
+    assert failing_node(containers, *own(folder)) == (
         3,
         "node-1: a private key is open to others; got /run/tridock/secrets/id_ed25519 with mode 640; "
         "chmod 600 it on the host\n",
@@ -226,7 +232,7 @@ def test_a_private_key_open_to_others(containers: Containers, secrets) -> None:
 def test_a_folder_that_others_may_write_to(containers: Containers, secrets) -> None:
     folder = secrets("node-1")["node-1"]
     folder.chmod(0o777)
-    assert failing_node(containers, "--volume", f"{folder}:/run/tridock/secrets:ro") == (
+    assert failing_node(containers, *own(folder)) == (
         3,
         "node-1: others may write to the node's key material; got /run/tridock/secrets with mode 777; "
         "chmod 700 the folder and 600 its files on the host\n",
@@ -236,7 +242,7 @@ def test_a_folder_that_others_may_write_to(containers: Containers, secrets) -> N
 def test_a_broken_host_key(containers: Containers, secrets) -> None:
     folder = secrets("node-1")["node-1"]
     (folder / "ssh_host_ed25519_key").write_text("no key\n")
-    status, stderr = failing_node(containers, "--volume", f"{folder}:/run/tridock/secrets:ro")
+    status, stderr = failing_node(containers, *own(folder))
     assert status == 3
     assert stderr == (
         "node-1: sshd refuses its configuration; "
@@ -257,7 +263,7 @@ def test_a_port_that_is_none(containers: Containers) -> None:
 def test_a_port_that_is_taken(start_twin, containers: Containers) -> None:
     twin = start_twin()
     options = ["--network", f"container:{twin['node-1']}", "--env", "TRIDOCK_NODE=node-3"]
-    options += ["--volume", f"{twin.secrets['node-1']}:/run/tridock/secrets:ro"]
+    options += own(twin.secrets["node-1"])
     done = containers.run("node", options=options)
     assert done.returncode == 3
     assert done.stderr == (
@@ -269,7 +275,7 @@ def test_a_port_that_is_taken(start_twin, containers: Containers) -> None:
 
 def test_an_address_that_is_not_this_hosts(containers: Containers, secrets) -> None:
     folder = secrets("node-1")["node-1"]
-    options = ["--volume", f"{folder}:/run/tridock/secrets:ro", "--env", "TRIDOCK_SSH_LISTEN=127.0.0.1, 192.0.2.77"]
+    options = [*own(folder), "--env", "TRIDOCK_SSH_LISTEN=127.0.0.1, 192.0.2.77"]
     assert failing_node(containers, *options) == (
         3,
         "node-1: sshd cannot listen on 192.0.2.77 port 2222; got Cannot assign requested address; "
@@ -289,7 +295,7 @@ def test_a_node_started_with_a_user_that_has_no_name(containers: Containers) -> 
 
 def test_it_listens_on_the_configured_addresses(containers: Containers, secrets) -> None:
     folder = secrets("node-1")["node-1"]
-    options = ["--volume", f"{folder}:/run/tridock/secrets:ro", "--env", "TRIDOCK_SSH_LISTEN=127.0.0.1"]
+    options = [*own(folder), "--env", "TRIDOCK_SSH_LISTEN=127.0.0.1"]
     name = containers.start("node", options=[*options, "--env", "TRIDOCK_SSH_PORT=2345"])
     wait_until(lambda: execute("docker", "exec", name, "healthcheck.sh").returncode == 0, "healthy")
     for _ in range(3):

@@ -86,7 +86,9 @@ def test_no_rank_holds_a_sharded_model_whole(workspace: Path, torch_peaks: dict[
 def test_engine_torch_starts_as_planned(workspace: Path, torch_peaks: dict[str, list[int]], name: str) -> None:
     for rank, peak in enumerate(torch_peaks[name]):
         start = planned(workspace / "runs" / name, rank, 4)
-        assert 0.97 * start < peak < 1.03 * start + 1.05 * DRAWN, (name, rank, peak, start)
+        # Gloo's thread may still hold the weights that DDP has broadcast, as one tensor.
+        late = start / 2 if name == "ddp" else 0
+        assert 0.97 * start < peak < 1.03 * start + 1.05 * DRAWN + late, (name, rank, peak, start)
 
 
 def test_megatron_core_starts_as_planned(workspace: Path) -> None:

@@ -99,10 +99,13 @@ class Sshd:
         return SshHost(name, **wanted)  # type: ignore[arg-type]
 
     def end_sessions(self) -> None:
-        """As a network or a host that goes away: every connection's own process is killed."""
+        """As a network or a host that goes away: every connection's own processes are killed."""
         assert self._process is not None
-        children = subprocess.run(["pgrep", "-P", str(self._process.pid)], capture_output=True, text=True, check=False)
-        for pid in children.stdout.split():
+        ended = [str(self._process.pid)]
+        for parent in ended:  # a connection of a user other than root has two, one below the other
+            argv = ["pgrep", "-P", parent, "^sshd"]
+            ended += subprocess.run(argv, capture_output=True, text=True, check=False).stdout.split()
+        for pid in ended[1:]:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 

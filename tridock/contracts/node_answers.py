@@ -51,6 +51,13 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdrawal:
+    """The answer to ``withdraw``: whether the run was started or is queued, so that its folder stays."""
+
+    started: bool
+
+
+@dataclass(frozen=True, slots=True)
 class QueuedRun:
     """``enqueue`` and ``queue``: a run that is queued for its slots, or has been started."""
 

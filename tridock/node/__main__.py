@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--secrets", action="store_true", help="read the run's secrets from stdin, as a JSON object")
     start.set_defaults(action=verbs.start)
 
-    text = "remove the folder of a run, unless it was started or is queued"
+    text = "remove the folder of a run, unless it was started or is queued; print whether it was"
     commands.add_parser("withdraw", parents=[folder], help=text).set_defaults(action=verbs.withdraw)
 
     enqueue = commands.add_parser(

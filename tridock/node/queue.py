@@ -71,15 +71,13 @@ def cancel(folder: Path) -> None:
 
 
 @contextmanager
-def kept_out(folder: Path) -> Iterator[None]:
-    """Lets no run enter the queue inside the block. Raises :class:`RequestError` if this one is in it."""
+def kept_out(folder: Path) -> Iterator[bool]:
+    """Lets no run enter the queue inside the block. Yields whether this one is in it."""
     if not (folder.parent / run_folder.QUEUE).is_dir():
-        yield
+        yield False
         return
     with _queue(folder) as queue:
-        if any(waiting == folder for _, waiting in _tickets(queue)):
-            raise RequestError(Problem(folder.name, "is queued", "", "remove it: tridock cancel"))
-        yield
+        yield any(waiting == folder for _, waiting in _tickets(queue))
 
 
 @contextmanager

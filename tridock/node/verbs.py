@@ -34,10 +34,10 @@ def start(arguments: argparse.Namespace) -> None:
     process.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
 
 
-def withdraw(arguments: argparse.Namespace) -> None:
+def withdraw(arguments: argparse.Namespace) -> node_answers.Withdrawal:
     from tridock.node.supervisor import process
 
-    process.withdraw(arguments.folder)
+    return node_answers.Withdrawal(process.withdraw(arguments.folder))
 
 
 def enqueue(arguments: argparse.Namespace) -> node_answers.QueuedRun:

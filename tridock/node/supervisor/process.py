@@ -66,14 +66,15 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
     return pid
 
 
-def withdraw(folder: Path) -> None:
-    """Removes the folder of a run that was never started. Raises :class:`RequestError` if it was, or is queued."""
+def withdraw(folder: Path) -> bool:
+    """Removes the folder of a run, unless the run was started or is queued; returns whether that is so."""
     if not folder.is_dir():
-        return
-    with kept_out(folder), _alone(folder.parent):
-        if (folder / LOCK).exists():
-            raise _refused(folder.name, "has been started already", "", "see tridock status")
+        return False
+    with kept_out(folder) as queued, _alone(folder.parent):
+        if queued or (folder / LOCK).exists():
+            return True
         shutil.rmtree(folder)
+    return False
 
 
 @contextmanager

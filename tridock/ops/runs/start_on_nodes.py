@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from tridock.command import Command
 from tridock.contracts import run_folder
-from tridock.errors import RequestError, TridockError
+from tridock.contracts.node_answers import Withdrawal
+from tridock.errors import TridockError
 from tridock.experiment.command import CommandExperiment
 from tridock.experiment.schema import Experiment
 from tridock.launchers.bundle import RunBundle
@@ -76,11 +77,9 @@ def start_on_nodes(
 
 def withdraw(session: Session, bundle: RunBundle) -> None:
     """Removes a run's folder from every node, unless the run has started and only the head's answer was lost."""
-    done = session.node_verb(session.head, "withdraw", bundle.path, timeout=_TIMEOUT_S)
-    if done.exit_code == RequestError.exit_code:
-        print(f"run {bundle.run_id} has started all the same: see tridock status", file=sys.stderr)
+    if session.ask(session.head, Withdrawal, "withdraw", bundle.path, timeout=_TIMEOUT_S).started:
+        print(f"run {bundle.run_id} has started, or is queued; see tridock status", file=sys.stderr)
         return
-    done.checked(session.head)
 
     def remove(node: str, host: Host) -> None:
         host.run(Command.of("rm", "-rf", host_folder(session, node, bundle)), timeout=_TIMEOUT_S)

@@ -76,7 +76,7 @@ def start_on_nodes(
 
 
 def withdraw(session: Session, bundle: RunBundle) -> None:
-    """Removes a run's folder from every node, unless the run has started and only the head's answer was lost."""
+    """Removes a run's folder from every node, unless the run was started or is queued, and only the answer was lost."""
     if session.ask(session.head, Withdrawal, "withdraw", bundle.path, timeout=_TIMEOUT_S).started:
         print(f"run {bundle.run_id} has started, or is queued; see tridock status", file=sys.stderr)
         return
@@ -84,4 +84,4 @@ def withdraw(session: Session, bundle: RunBundle) -> None:
     def remove(node: str, host: Host) -> None:
         host.run(Command.of("rm", "-rf", host_folder(session, node, bundle)), timeout=_TIMEOUT_S)
 
-    session.each(remove)
+    session.each(remove, only=session.nodes[1:])  # the head has removed its own

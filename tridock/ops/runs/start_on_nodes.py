@@ -43,7 +43,8 @@ def start_on_nodes(
     ``ask`` returns what the nodes must answer before the run's files can be written; ``bundle_of`` makes these files
     from the image's id and that answer; ``put`` writes them. ``check`` runs the doctor's quick checks first. ``share``
     allows slots that another run has in use; with ``queue`` the run waits for them. ``approve`` is called with the
-    run's manifest and plan before anything is written, and may raise. An error or Ctrl-C leaves no files behind.
+    run's manifest and plan before anything is written, and may raise. An error or Ctrl-C leaves no
+    files behind, as long as the head can say that the run has not started.
     """
     sinks = sinks_of(experiment)
     if queue:

@@ -24,7 +24,7 @@ RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
     && . /tools/ca.sh \
     && apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        ca-certificates iproute2 libaio1* libgomp1 libnuma1 numactl openssh-client openssh-server pdsh procps python3 tini \
+        ca-certificates iproute2 libaio1* libgomp1 libnuma1 numactl openssh-client openssh-server pdsh procps python3 rsync tini \
     && rm -f /etc/ssh/ssh_host_* \
     && rm -rf /var/log/apt /var/log/dpkg.log /var/cache/debconf/*-old
 
@@ -107,7 +107,8 @@ COPY --from=trackers /opt/trackers /opt/trackers
 RUN printf 'Include /run/tridock/secrets/ssh_config\n' >/etc/ssh/ssh_config.d/tridock.conf \
     && mkdir -p /workspace /opt/tridock /run/tridock/secrets /home/tridock \
     && install -d -m 1777 /run/tridock/state \
-    && ln -s /opt/tridock/entrypoint/profile.sh /etc/profile.d/tridock.sh
+    && ln -s /opt/tridock/entrypoint/profile.sh /etc/profile.d/tridock.sh \
+    && ln -s /opt/tridock/entrypoint/pretrain_gpt2.py /pretrain_gpt2.py
 # NVIDIA's image has every bash run a script that asks nvidia-smi, which takes seconds where the driver is not kept
 # loaded. The entrypoint runs it once, and writes what it exports for every other bash.
 ENV TRIDOCK_BASH_ENV=${BASH_ENV}
@@ -124,17 +125,13 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 CMD ["/opt
 # The layers from here on are cheap: what changes with every edit comes last.
 COPY configs /opt/tridock/configs
 COPY entrypoint /opt/tridock/entrypoint
-# The code of an earlier build, and in a layer of its own what differs from it: that is what an edit sends to the hosts.
-RUN --mount=type=bind,source=image-code,target=/code \
-    --mount=type=bind,source=tools/image-code.py,target=/image-code.py \
-    python3 /image-code.py /code/tridock /opt/tridock/tridock
 ARG GIT_COMMIT=unknown
 ARG SOURCE=unknown
 ARG VERSION=unknown
+# In one layer, with what is compiled: this is what an edit sends to the hosts.
 RUN --mount=type=bind,source=tridock,target=/code/tridock \
-    --mount=type=bind,source=tools/image-code.py,target=/image-code.py \
     --mount=type=bind,source=tools/image-manifest.py,target=/image-manifest.py \
-    python3 /image-code.py /code/tridock /opt/tridock/tridock \
+    cp -R /code/tridock /opt/tridock/ && python3 -m compileall -q /opt/tridock/tridock \
     && /opt/venv/bin/python /image-manifest.py --flavor "$FLAVOR" --base-image "$BASE_IMAGE" --git-commit "$GIT_COMMIT" --version "$VERSION" \
         >/opt/tridock/manifest.json
 LABEL org.opencontainers.image.title="tridock" \

@@ -54,6 +54,12 @@ LOCKS = locks/extras.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt
 .PHONY: trackers
 trackers: .venv/.trackers ## Install wandb, MLflow, TensorBoard and apprise for runs on this machine, in .venv/trackers
 
+.venv/.remote: locks/remote.txt tools/venv.sh
+	@tools/venv.sh remote
+
+.PHONY: remote
+remote: .venv/.remote ## Install what reads data at https://, in .venv
+
 .PHONY: locks
 locks: .venv/.full ## Compile locks/*.in to locks/*.txt (UPGRADE=1 for newer versions)
 	@python -m pip install --quiet --require-hashes -r locks/uv.txt
@@ -99,7 +105,7 @@ image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:
 REHEARSAL_BASE = tridock-rehearsal-base
 .PHONY: image-rehearsal
 image-rehearsal: .venv/.full ## Build the GPU image on a base like NVIDIA's, made here from packages, and test it
-	@docker image inspect debian:bookworm-slim >/dev/null 2>&1 || docker pull --quiet debian:bookworm-slim || tools/base-image.sh
+	@tools/base-image.sh
 	@docker build --quiet --tag $(REHEARSAL_BASE) tests/rehearsal/base
 	@KEEP_COMPOSE=1 tools/build-image.sh gpu $(REHEARSAL_BASE) tridock:rehearsal '$(CA)' none
 	pytest tests/rehearsal -o timeout_func_only=true $(TESTS)
@@ -161,6 +167,7 @@ bench-memory: .venv/.full ## Compare the planner's memory with measurements (BEN
 .PHONY: bench-planner
 bench-planner: .venv/.full ## Compare the planner's times with published ones (BENCH='bloom mpt')
 	@python -m tests.planner.compare $(BENCH)
+	@$(if $(BENCH),,python -m tests.planner.errors)
 
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS   more arguments for pytest, as TESTS='-k hostfile -x'
@@ -176,14 +183,16 @@ RANK_WORKERS ?= 2
 # The unit tests that import torch or DeepSpeed.
 TORCH_TESTS = tests/unit/train tests/unit/compat tests/unit/deepspeed tests/memory
 # Those that start processes and wait for them: commands of a node, supervisors, trackers, scripts, workers.
-PROCESS_TESTS = tests/shell tests/unit/sinks \
-    $(addsuffix .py,$(addprefix tests/unit/test_,command completion extras fabfile gpu_trial imports user_input)) \
-    $(addsuffix .py,$(addprefix tests/unit/data/test_,megatron_types preprocess preprocess_command train_tokenizer workers)) \
-    $(addsuffix .py,$(addprefix tests/unit/node/test_,evidence failover node_report node_starter observed_ranks ports preflight \
-    processes queue rank_logs rank_output rank_starter runs spare_lock voter_connection)) \
+PROCESS_TESTS = tests/shell tests/unit/trackers \
+    $(addsuffix .py,$(addprefix tests/unit/test_,command completion extras fabfile gpu_trial hostile_runs imports user_input)) \
+    $(addsuffix .py,$(addprefix tests/unit/data/test_,megatron_types preprocess preprocess_command preprocess_upstream \
+    train_tokenizer workers)) \
+    $(addsuffix .py,$(addprefix tests/unit/node/test_,agent evidence failover launcher_process node_report node_starter observed_ranks ports preflight \
+    processes queue rank_logs rank_output rank_starter runs spare_lock verbs)) \
     $(addsuffix .py,$(addprefix tests/unit/ops/test_,attached code facts keys local_run logs put_files rendezvous sync sync_command \
-    sync_failures track)) tests/unit/ops/image/test_transfer.py \
-    $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) tests/unit/train/test_signals.py
+    track)) \
+    $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) tests/unit/ops/image/test_pull.py \
+    $(addsuffix .py,$(addprefix tests/unit/train/test_,nvme process_group signals))
 # What TESTS or SELECT selects may all be in the other half.
 OR_NONE = || [[ $$? == 5 ]]
 # Tests that call make themselves do not share the jobs of this one.
@@ -232,8 +241,8 @@ test-distributed: .venv/.full ## Several ranks on this machine's CPU
 	$(PYTEST) tests/distributed -n $(RANK_WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 .PHONY: test-torch
-test-torch: ## The unit tests of train/ with another torch, as that of an older base image (TORCH=2.6.0)
-	@tools/test-torch.sh $(or $(TORCH),2.6.0) $(TESTS)
+test-torch: ## The unit tests of train/ with another torch (TORCH=2.6.0), megatron-core (CORE=0.19.2) and PYTHON
+	@CORE='$(CORE)' PYTHON='$(PYTHON)' tools/test-torch.sh $(or $(TORCH),2.6.0) $(TESTS)
 
 .PHONY: test-integration
 test-integration: .venv/.full ## A real engine: the image, the twin, hosts reached over ssh
@@ -245,11 +254,15 @@ test-gpu: ## Every engine on this machine's GPU (IN=image: in the image)
 	$(ON_DEVICES) python -m pytest --confcutdir tests/gpu tests/gpu $(TESTS)
 
 .PHONY: gpu-trial
-gpu-trial: ## Every engine, its speed, memory and faults on this machine's GPU, in five blocks (BLOCK=3 for one, IN=image)
-	$(ON_DEVICES) python tools/gpu_trial.py $(if $(BLOCK),--block $(BLOCK))
+gpu-trial: ## Every engine, its speed, memory and faults on this machine's GPU in eight minutes (STEPS='3 ddp', BUDGET=900, IN=image)
+	$(ON_DEVICES) python tools/gpu_trial.py $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET))
+
+.PHONY: gpu-wheels
+gpu-wheels: .venv/.full ## Collect what a bare machine with a GPU, torch and no network lacks for tools/gpu_trial.py (MEGATRON=…)
+	@tools/gpu-wheels.sh .cache/gpu-wheels '$(or $(MEGATRON),$(TRIDOCK_MEGATRON),none)'
 
 .PHONY: clean
 clean: ## Remove .venv, caches and the twin's containers and keys; keep runs/ and data/
 	-@docker compose --project-name tridock-twin-$$(printf %s '$(CURDIR)' | sha256sum | cut -c1-8) --profile twin down --timeout 5 2>/dev/null
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .tridock *.egg-info dist site locks/wheels/*.whl image-code/tridock
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .tridock *.egg-info dist site locks/wheels/*.whl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

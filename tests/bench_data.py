@@ -3,7 +3,8 @@
 v1.1.5's preprocess_data.py gets the first megabytes only (it is slow) and is left out where its source or `regex` is
 missing. Today's preprocess_data_fast.py gets everything; it takes ``--megatron-lm``, a checkout of NVIDIA's repository,
 and `transformers` on PYTHONPATH; its bytes are compared with ours. Without ``--input`` the corpus is this Python's
-library; without ``--vocab-file`` the vocabulary is trained on it.
+library; without ``--vocab-file`` the vocabulary is trained on it. With ``--tokenizer`` the table has a row for each of
+these folders (``tokenizer.json``) and each input, of one worker and of today's script, and v1.1.5's is left out.
 
 A program's core-seconds are the user and system time of all its processes and threads, from the start of Python to its
 end: imports and the tokenizer's loading count for everyone, but for what today's script imports of a training run
@@ -23,16 +24,19 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.megatron_source import PREPROCESS_DATA, PREPROCESS_DATA_FAST, pristine_source
 from tridock.data.corpus import collect_corpus
+from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--input", type=Path, help="JSON lines")
+    parser.add_argument("--input", type=Path, nargs="+", help="JSON lines; several only with --tokenizer")
+    parser.add_argument("--tokenizer", type=Path, nargs="+", help="folders, for HuggingFaceTokenizer")
     parser.add_argument("--vocab-file", type=Path)
     parser.add_argument("--merge-file", type=Path)
     parser.add_argument("--workers", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
@@ -41,7 +45,10 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus = given.input or _corpus(folder)
+        if given.tokenizer:
+            _compare_tokenizers(folder, given.tokenizer, given.input or [_corpus(folder)], given.megatron_lm)
+            return
+        corpus = given.input[0] if given.input else _corpus(folder)
         vocab, merges = (given.vocab_file, given.merge_file) if given.vocab_file else _vocabulary(folder)
         flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(vocab), "--merge-file", str(merges)]
         flags += ["--append-eod"]
@@ -62,6 +69,36 @@ def main() -> None:
                 if not filecmp.cmp(ours, theirs, shallow=False):
                     raise SystemExit(f"{ours.name} and {theirs.name} differ")
             print("its files are ours, byte for byte")
+
+
+def _compare_tokenizers(folder: Path, tokenizers: list[Path], corpora: list[Path], source: Path) -> None:
+    print("tokenizer, text          workers      MB  core-s  MB/core-s    MB/s  peak MB (largest process)")
+    for tokenizer in tokenizers:
+        for corpus in corpora:
+            flags = ["--input", str(corpus), "--append-eod", "--tokenizer-type", "HuggingFaceTokenizer"]
+            flags += ["--tokenizer-model", str(tokenizer)]
+            name = f"{tokenizer.name}, {corpus.stem}"
+            script = [sys.executable, "-c", PREPROCESS_DATA_FAST, str(source), *flags, "--use-gigatoken"]
+            cores, size = len(os.sched_getaffinity(0)), corpus.stat().st_size
+            theirs = _measure(f"{name} (today's)", cores, size, [*script, "--output-prefix", str(folder / "fast")])
+            command = [sys.executable, "-m", "tridock.cli", "data", "preprocess", *flags, "--workers", "1"]
+            command += ["--tokenizer-hf-no-include-special-tokens"]  # as that script
+            ours = _measure(name, 1, size, [*command, "--output-prefix", str(folder / "ours")])
+            print(f"{name}: {ours / theirs:.1f} times; {_difference(folder)}", flush=True)
+
+
+def _difference(folder: Path) -> str:
+    ours, theirs = (IndexedDataset(folder / f"{name}_text_document") for name in ("ours", "fast"))
+    if ours.documents != theirs.documents:
+        return f"{ours.documents} documents, theirs {theirs.documents}"
+    documents = range(ours.documents)
+    bounds = (zip(ours.token_bounds(n, n + 1), theirs.token_bounds(n, n + 1), strict=True) for n in documents)
+    differ = [
+        number
+        for number, ((first, start), (last, end)) in enumerate(bounds)
+        if not np.array_equal(ours.tokens[first:last], theirs.tokens[start:end])
+    ]
+    return f"{len(differ)} of {ours.documents} documents differ: {differ[:5]}" if differ else "equal bytes"
 
 
 def _corpus(folder: Path) -> Path:

@@ -1,8 +1,8 @@
 """`make bench-hosts`: how long the commands take on many hosts, beside the time that ssh alone takes.
 
 Each host is a real sshd of this machine with a stand-in for Docker that answers at once: what is measured is the
-operator's side. The floor is a process that connects to every host and runs `true` there, once; it is measured before
-each command, because the machine's speed changes. All values are medians.
+operator's side. The floor is what a user would type, a plain `ssh HOST true` for each host, as many at a time; it is
+measured before each command, because the machine's speed changes. All values are medians.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from tridock.contracts.run_state import RunState
 from tridock.contracts.supervision import contract
 
 IMAGE = "sha256:0123456789abcdef"
-NOW = RunInfo("demo", RunState.RUNNING, None, "20260101-000000", None, "demo", (), 10, 1.0, 1.0)
+RUN_ID = "demo-20260101-000000-1234"
+NOW = RunInfo(RUN_ID, RunState.RUNNING, None, "20260101-000000", None, "demo", (), 10, 1.0, 1.0)
 # `docker inspect` prints what `docker run` got; `docker exec` prints one run that is running.
 DOCKER = r"""#!/bin/sh
 case $1 in
@@ -73,7 +74,6 @@ REPORT = NodeReport(
 ANSWERS = {
     "runs": encode([NOW]),
     "stop": encode(Stopped(8, 0)),
-    "processes": "[]",
     "queue": "[]",
     "node-report": encode(REPORT),
     "--quick": encode(QUICK),
@@ -83,10 +83,12 @@ ANSWERS = {
     "place-code": encode(PlacedCode(())),
     "follow": f"iteration 1\n{run_folder.END.decode()}",
 }
-FLOOR = (
+FLOOR = 'xargs --max-args 1 --max-procs 16 -I HOST ssh -F "$1/ssh_config" HOST true <"$1/names"'
+# Tridock's own: one `true` on every host, over connections that the command before left open.
+OPEN = (
     "import sys; from pathlib import Path; from tridock.command import Command; "
-    "from tridock.ops.hosts.session import Session; "
-    "Session.open(Path(sys.argv[1])).each(lambda node, host: host.run(Command.of('true')).checked(node))"
+    "from tridock.cluster.settings import load_cluster; from tridock.ops.hosts.hosts import Hosts; "
+    "Hosts(load_cluster(Path(sys.argv[1]))).each(lambda node, host: host.run(Command.of('true')).checked(node))"
 )
 
 
@@ -114,6 +116,7 @@ def start(folder: Path, count: int) -> Path:
     (folder / "known_hosts").write_text("".join(known))
     common = f"Host *\n UserKnownHostsFile {folder}/known_hosts\n GlobalKnownHostsFile none\n IdentityAgent none\n"
     (folder / "ssh_config").write_text("".join((*config, common)))
+    (folder / "names").write_text("".join(f"{name}\n" for name in names))
     (folder / "lab").write_text("".join(f"{name} slots=1\n" for name in names))
     ssh = {"config_file": f"{folder}/ssh_config", "max_connections": 16}
     settings = {"image": "tridock-bench-no-such:image", "ssh": ssh, "container": {"gpus": "none"}}
@@ -134,7 +137,7 @@ def commands(hostfile: str) -> dict[str, tuple[str, ...]]:
         "status": ("status", *hosts),
         "check": ("check", *hosts),
         "run": ("run", *RUN, *hosts, "--", "python", "train.py"),
-        "logs": ("logs", "--run", "demo", *hosts),
+        "logs": ("logs", "--run", RUN_ID, *hosts),
         "stop": ("stop", *hosts),
         "keys": ("keys", *hosts),
         "down --force": ("down", "--force", *hosts),
@@ -142,11 +145,12 @@ def commands(hostfile: str) -> dict[str, tuple[str, ...]]:
 
 
 def timed(*argv: str, folder: Path) -> tuple[float, float, float]:
-    """Seconds on the clock, processor seconds of the command, and the most memory in MB of one of its processes."""
+    """Seconds on the clock, processor seconds of the command and of what it waited for, and the most memory in MB of
+    one of its processes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (folder / "output").open("w+") as output:
         began = time.monotonic()
-        process = subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=output, stderr=output)
         _, status, used = os.wait4(process.pid, 0)
         seconds = time.monotonic() - began
         if status:
@@ -168,13 +172,19 @@ def main() -> None:
             try:
                 hostfile = str(start(folder, count))
                 taken: dict[str, list[tuple[float, ...]]] = {}
-                for _ in range(arguments.repeats):
+                for number in range(arguments.repeats):
                     shutil.rmtree(folder / ".tridock", ignore_errors=True)  # with the keys
+                    os.environ["XDG_RUNTIME_DIR"] = str(folder / f"{number}")  # no connection is open yet
+                    (folder / f"{number}").mkdir(mode=0o700)
                     for what, argv in commands(hostfile).items():
-                        floor = timed("-c", FLOOR, hostfile, folder=folder)
-                        taken.setdefault("floor", []).append((floor[0], 1.0, *floor[1:]))
-                        seconds, *rest = timed("-m", "tridock.cli", *argv, folder=folder)
-                        taken.setdefault(what, []).append((seconds, seconds / floor[0], *rest))
+                        floor = timed("bash", "-c", FLOOR, "bash", str(folder), folder=folder)
+                        taken.setdefault("ssh", []).append((floor[0], 1.0, *floor[1:]))
+                        python = {what: ("-m", "tridock.cli", *argv)}
+                        if what == "up, again":
+                            python = {"true": ("-c", OPEN, hostfile), **python}
+                        for name, program in python.items():
+                            seconds, *rest = timed(sys.executable, *program, folder=folder)
+                            taken.setdefault(name, []).append((seconds, seconds / floor[0], *rest))
                 for what, rows in taken.items():
                     seconds, ratio, processor, memory = (
                         statistics.median(column) for column in zip(*rows, strict=True)

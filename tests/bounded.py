@@ -36,6 +36,7 @@ class Ended:
         """The one JSON object on standard output; Infinity and NaN are not JSON."""
         found = json.loads(self.out, parse_constant=_no_constant)
         assert isinstance(found, dict), self.out[:200]
+        assert found["version"] == 1
         return found
 
     def check(self, *codes: int) -> Ended:

@@ -1,8 +1,15 @@
 """What holds for every test."""
 
+import errno
 import gc
+import ipaddress
 import os
 import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,3 +33,53 @@ def pytest_collection_finish() -> None:
     """Modules stay to the end: no garbage collection has to walk through those of torch again."""
     gc.collect()
     gc.freeze()
+
+
+# ---- a unit test contacts nobody -----------------------------------------------------------------
+
+_UNIT = tuple(Path(__file__).parent / folder for folder in ("unit", "shell"))
+_OWN = (None, "", "localhost", socket.gethostname())
+_contacts: list[str] | None = None
+"""What the unit test that runs has tried to contact."""
+
+
+def _is_own(host: object) -> bool:
+    """Whether it is this machine, or a name that never exists (RFC 6761)."""
+    name = host.decode() if isinstance(host, bytes) else host
+    if name in _OWN or str(name).endswith(".invalid"):
+        return True
+    family = socket.AF_INET6 if ":" in str(name) else socket.AF_INET
+    try:
+        ipaddress.ip_address(str(name).partition("%")[0])
+        with socket.socket(family) as own:
+            own.bind((name, 0))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _refuse_others(event: str, arguments: tuple[Any, ...]) -> None:
+    if _contacts is None:
+        return
+    if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+        host = arguments[1][0] if isinstance(arguments[1], tuple) else None  # of a path, or connected before
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        host = arguments[0]
+    else:
+        return
+    if not _is_own(host):
+        _contacts.append(f"{event} {host}")
+        raise OSError(errno.ENETUNREACH, "a unit test contacts this machine only")
+
+
+sys.addaudithook(_refuse_others)
+
+
+@pytest.fixture(autouse=True)
+def contacts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A unit test that connects to another machine, or looks up its name, fails, and reaches nobody."""
+    global _contacts
+    _contacts = [] if any(map(request.path.is_relative_to, _UNIT)) else None
+    yield
+    tried, _contacts = _contacts, None
+    assert not tried, tried

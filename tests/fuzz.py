@@ -66,6 +66,25 @@ def mutated(rng: random.Random, text: str) -> str:
     return changed if rng.random() < 0.8 else _torn(rng, changed)
 
 
+_OF_JSON = (
+    "null", "NaN", "Infinity", "-1e999", "true", "0", "-1", "1.5", "1e300", "9" * 17, "9" * 400, "-" + "9" * 5000,
+    "[" * 900 + "]" * 900, "[" * 100_000, '{"a": ' * 30 + "1" + "}" * 30, "[null, {}, []]", '"\\u001b[2J"', "{}",
+    '"\\ud800"', '"\\u202e\\u0000"', '"' + "x" * 5000 + '"', '{"": {"\\u001b": 1}}', "[[[]]]", '"../../x"', '""', "[]",
+)  # fmt: skip
+
+
+def in_json(rng: random.Random, text: str) -> str:
+    """The text of a JSON document with a value that nobody expects, or torn."""
+    try:
+        document = [json.loads(text)]
+    except (ValueError, RecursionError):
+        return text
+    holder, key = rng.choice(list(_places(document)))
+    holder[key] = "@@"
+    changed = json.dumps(document)[1:-1].replace('"@@"', rng.choice(_OF_JSON))
+    return changed if rng.random() < 0.9 else _torn(rng, changed)
+
+
 def _torn(rng: random.Random, text: str) -> str:
     """Text with a piece cut out, doubled, or of something else."""
     begin = rng.randrange(len(text) + 1)

@@ -17,6 +17,7 @@ V100 = ("--gpu", "v100-16gb", "--gpus-per-node", "4")
 def document(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
     assert main(["plan", *arguments, "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["version"] == 1
     return found
 
 

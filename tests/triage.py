@@ -9,6 +9,7 @@ _NODE: Final = "unit/node/test_evidence.py"
 _CONTAINERS: Final = "integration/test_triage.py"
 
 PROVOKED: Final = {
+    "login-refused": "integration/test_host_faults.py",
     "oom-killed": _CONTAINERS,
     "shared-memory-too-small": _CONTAINERS,
     "rank-stopped": _RANKS,
@@ -35,6 +36,7 @@ PROVOKED: Final = {
     "peer-lost": _RANKS,
     "exited-without-message": _RANKS,
     "program-failed": "integration/test_run.py",
+    "separate-worlds": "integration/test_run.py",
     "mpirun-signal": "integration/test_mpirun.py",
     "setup-failed": "unit/node/test_node_starter.py",
     "program-not-started": "unit/node/test_node_starter.py",

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes a stand-in for debian:bookworm-slim from Debian's own packages and tags it with that name,
-# for a machine that reaches no image registry. The Dockerfile builds on it unchanged.
+# Gets debian:bookworm-slim where it is not there yet. A machine that reaches no image registry gets a stand-in with that
+# name, made from Debian's own packages; the Dockerfile builds on it unchanged.
 #
-#   tools/base-image.sh [TAG]        needs root and apt (debootstrap is installed where it is missing)
+#   tools/base-image.sh [TAG]        a stand-in needs root and apt (debootstrap is installed where it is missing)
 #
 # What the official image would not know about this machine goes in as well, so that a build inside it gets
 # through where the machine itself gets through: its extra CA certificates, pip's index settings, apt's options.
@@ -103,7 +103,10 @@ slim() {
 }
 
 main() {
-    local work
+    local work complaint
+    docker image inspect "$TAG" >/dev/null 2>&1 && return
+    complaint=$(docker pull --quiet "$TAG" 2>&1) && return
+    printf '%s cannot be pulled (%s); making a stand-in from Debian packages\n' "$TAG" "${complaint##*: }"
     require_root_and_apt
     install_debootstrap
     work=$(mktemp -d)

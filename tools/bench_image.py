@@ -2,12 +2,8 @@
 
 The hosts are containers of this machine, each with a Docker engine and an sshd of its own. The first host gets the
 whole image; the others begin as copies of its disk. The bytes are those that this machine sent to the hosts, and those
-that all hosts received, from it and from each other. They share this machine's cores, as real hosts do not: the last
+that all hosts received. They share this machine's cores, as real hosts do not: the last
 columns are the processor seconds of the operator's command, of the busiest host and of all hosts.
-
-Before each edit another one goes to the hosts with nothing but ssh and `docker load`: the least that it can take.
-
---links measures something else: one large layer, to 2, 4 and all hosts, over uplinks of the same rate.
 """
 
 from __future__ import annotations
@@ -41,23 +37,12 @@ COPY = (
     "cp -al /from/overlay2 /to/ && cd /from && find . -mindepth 1 -maxdepth 1 ! -name overlay2 -exec cp -a {} /to/ ';'"
 )
 ENSURE = (
-    "import sys; from pathlib import Path; from tridock.ops.hosts.session import Session; "
-    "from tridock.ops.image.ensure import ensure_image; ensure_image(Session.open(Path(sys.argv[1])))"
-)
-# An archive with the image's last layer, and that archive to every host.
-ARCHIVE = (
-    "import json, subprocess, sys; from pathlib import Path; from tridock.ops.image.export import export_image; "
-    "image, folder = sys.argv[1:]; show = 'docker', 'image', 'inspect', '--format', '{{json .RootFS.Layers}}', image; "
-    "ids = json.loads(subprocess.check_output(show)); last = len(ids) - 1; "
-    "parts = export_image(image, ids, last, Path(folder), lambda _: None, print).archive(image, last, 1 << 30).parts; "
-    "Path(folder, 'archive').write_bytes(b''.join(parts))"
-)
-LOAD = (
-    "import sys; from pathlib import Path; from tridock.command import Command; "
-    "from tridock.ops.hosts.session import Session; "
-    "session, parts = Session.open(Path(sys.argv[1])), (Path(sys.argv[2], 'archive').read_bytes(),); "
-    "load = Command.of('docker', 'load', '--quiet'); "
-    "session.each(lambda node, host: host.pipe(parts, load).checked(node))"
+    "import sys; from pathlib import Path; from tridock.cluster.settings import load_cluster; "
+    "from tridock.ops.hosts.hosts import Hosts; "
+    "from tridock.ops.hosts.facts import read_states; "
+    "from tridock.ops.image.ensure import ensure_image, wanted_image; "
+    "hosts = Hosts(load_cluster(Path(sys.argv[1]))); "
+    "ensure_image(hosts, wanted_image(hosts.cluster, read_states(hosts)))"
 )
 
 
@@ -120,20 +105,6 @@ class Hosts:
         (self.folder / "bench.yaml").write_text(json.dumps(settings))
         return hostfile
 
-    def limit(self, megabits: int) -> None:
-        """Gives the operator's machine and every host an uplink of so many Mbit/s, from now on."""
-        rate = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms"]
-        # What this machine sends leaves by its end of the bridge; what hosts send each other does not.
-        argvs = [["tc", "qdisc", "replace", "dev", self.bridge, *rate]]
-        for name in self.names:
-            process = docker("inspect", "--format", "{{.State.Pid}}", f"{NAME}-{name}")
-            inside = ["nsenter", "--net", "--target", process, "tc", "qdisc", "replace", "dev", "eth0", *rate]
-            argvs.append(inside)
-        for argv in argvs:
-            done = subprocess.run(argv, capture_output=True, text=True, check=False)
-            if done.returncode:
-                sys.exit(f"{' '.join(argv)} ended with {done.returncode} (it needs root):\n{done.stderr}")
-
     def received(self) -> int:
         return sum(int(docker("exec", f"{NAME}-{name}", "sh", "-c", RECEIVED)) for name in self.names)
 
@@ -168,22 +139,22 @@ class Hosts:
             subprocess.run(["docker", *argv], capture_output=True, check=False)
 
 
-def operate(hosts: Hosts, program: str, *arguments: str | Path) -> None:
-    """Runs a program with the operator's settings; its failure is ours."""
+def operate(hosts: Hosts, hostfile: Path) -> None:
+    """Brings the image with the operator's settings; a failure is ours."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-c", program, *arguments]
+    argv = [sys.executable, "-c", ENSURE, str(hostfile)]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
 
 
-def bring(hosts: Hosts, what: str, program: str = ENSURE, *arguments: str | Path) -> None:
+def bring(hosts: Hosts, what: str) -> None:
     """Brings the image to every host that lacks it, and prints a line."""
     hostfile = hosts.write_cluster()
     before, sent = hosts.received(), hosts.sent()
     used, own = hosts.processor_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
-    operate(hosts, program, hostfile, *arguments)
+    operate(hosts, hostfile)
     seconds = time.monotonic() - began
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     operator = now.ru_utime + now.ru_stime - own.ru_utime - own.ru_stime
@@ -195,13 +166,6 @@ def bring(hosts: Hosts, what: str, program: str = ENSURE, *arguments: str | Path
         f"{count:5} {seconds:8.1f} {uplink:8.1f} {megabytes:8.1f} {operator:9.1f} {max(each):8.1f} {sum(each):6.1f}"
     )
     print(f"{what:28} {columns}", flush=True)
-
-
-def new_layer(folder: Path, megabytes: int) -> None:
-    """A small image with a layer that does not compress."""
-    (folder / "data").write_bytes(os.urandom(megabytes * 1_000_000))
-    (folder / "Dockerfile").write_text("FROM debian:bookworm-slim\nCOPY data /data\n")
-    docker("build", "--quiet", "--tag", IMAGE, str(folder))
 
 
 def edited_image(folder: Path) -> None:
@@ -217,7 +181,7 @@ def edited_image(folder: Path) -> None:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for kept in ("locks/wheels", "upstream", "image-code"):
+    for kept in ("locks/wheels", "upstream"):
         if (ROOT / kept).is_dir():
             shutil.copytree(ROOT / kept, folder / kept, dirs_exist_ok=True)
     with (folder / "tridock/command.py").open("a") as file:
@@ -243,27 +207,9 @@ def edits(hosts: Hosts, count: int, repeats: int) -> None:
     for other in others:
         hosts.start(other)
     for _ in range(repeats):
-        folder = Path(tempfile.mkdtemp(dir=hosts.folder))
-        edited_image(folder)
-        operate(hosts, ARCHIVE, IMAGE, folder)
-        bring(hosts, "ssh and docker load alone", LOAD, folder)
         edited_image(Path(tempfile.mkdtemp(dir=hosts.folder)))
         bring(hosts, "an edit of one line")
     bring(hosts, "nothing to bring")
-
-
-def links(hosts: Hosts, count: int, megabytes: int, megabits: int) -> None:
-    """A layer that the hosts lack, to some of them and to all."""
-    docker("tag", "debian:bookworm-slim", IMAGE)
-    for number in range(count):
-        hosts.start(f"host-{number + 1:02}")
-    everyone = hosts.names
-    bring(hosts, "the base, unlimited")
-    hosts.limit(megabits)
-    for some in sorted({2, min(4, count), count}):
-        hosts.names = everyone[:some]
-        new_layer(Path(tempfile.mkdtemp(dir=hosts.folder)), megabytes)
-        bring(hosts, f"{megabytes} MB at {megabits} Mbit/s")
 
 
 def main() -> None:
@@ -271,18 +217,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--links", action="store_true")
-    parser.add_argument("--mbit", type=int, default=100, help="uplink of each machine, with --links")
-    parser.add_argument("--megabytes", type=int, default=200, help="size of the layer, with --links")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         hosts = Hosts(Path(name))
         try:
             print("what                         hosts  seconds  MB sent  MB rcvd  operator  busiest  hosts")
-            if arguments.links:
-                links(hosts, arguments.hosts, arguments.megabytes, arguments.mbit)
-            else:
-                edits(hosts, arguments.hosts, arguments.repeats)
+            edits(hosts, arguments.hosts, arguments.repeats)
         finally:
             hosts.remove()
 

@@ -15,9 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-from tridock.ops.hosts.nodes import up
-from tridock.ops.hosts.session import Session
-from tridock.ops.runs.launch import prepare_on, preview
+from tridock.cluster.settings import load_cluster
+from tridock.ops.hosts.client import NodeClient
+from tridock.ops.hosts.hosts import Hosts
+from tridock.ops.nodes.containers import up
+from tridock.ops.runs.launch import preview
+from tridock.ops.runs.prepare import prepare_on
 
 CONFIG = Path("configs/demo.yaml")
 SHORT = [
@@ -47,14 +50,12 @@ def seconds_to_first_step(argv: list[str]) -> float:
     return first
 
 
-def by_hand(session: Session) -> list[str]:
+def by_hand(client: NodeClient) -> list[str]:
     """The command that a user types on the head, in a folder that was prepared beforehand."""
-    request = prepare_on(session, CONFIG, SHORT)
-    bundle = preview(session, request)
-    session.hosts[session.head].put_tree(
-        bundle.files, f"{session.cluster.project_folder}/runs/{bundle.run_id}", mode=0o644
-    )
-    return list(session.inside(session.head, "bash", f"{bundle.path}/launch.sh").argv)
+    request = prepare_on(client.cluster, CONFIG, SHORT)
+    bundle = preview(client.cluster, request)
+    client.hosts[client.head].put_tree(bundle.files, f"{client.cluster.project_folder}/runs/{bundle.run_id}")
+    return list(client.inside(client.head, "bash", f"{bundle.path}/launch.sh").argv)
 
 
 def main() -> None:
@@ -64,8 +65,9 @@ def main() -> None:
     parser.add_argument("--include", default=ONE_SLOT_A_NODE)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    session = Session.open(arguments.hosts, include=arguments.include)
-    up(session)
+    hosts = Hosts(load_cluster(arguments.hosts, include=arguments.include))
+    up(hosts)
+    client = NodeClient.of(hosts)
     fab = [
         str(Path(sys.executable).with_name("fab")),
         "launch",
@@ -78,7 +80,7 @@ def main() -> None:
     ssh = [*fab, "--set", "launch.launcher=ssh"]
     times: dict[str, list[float]] = {"fab launch": [], SSH: [], "deepspeed by hand": []}
     for _ in range(arguments.repeats):
-        times["deepspeed by hand"].append(seconds_to_first_step(by_hand(session)))
+        times["deepspeed by hand"].append(seconds_to_first_step(by_hand(client)))
         times["fab launch"].append(seconds_to_first_step(fab))
         times[SSH].append(seconds_to_first_step(ssh))
     medians = {name: statistics.median(values) for name, values in times.items()}

@@ -51,11 +51,12 @@ choose_base() {
 # The base from here, from a registry, or (Debian's, which can be made anywhere from packages) as a stand-in.
 find_base() {
     local base=$1 complaint
-    docker image inspect "$base" >/dev/null 2>&1 && return
-    complaint=$(docker pull --quiet "$base" 2>&1) && return
-    [[ $base == "$STANDABLE" ]] || fail 3 "$base: the base image cannot be pulled; got ${complaint##*$'\n'}; log in to its registry, or name another (BASE_IMAGE, or --base-image)"
-    printf '%s cannot be pulled (%s); making a stand-in from Debian packages\n' "$base" "${complaint##*: }"
-    tools/base-image.sh "$base"
+    if [[ $base == "$STANDABLE" ]]; then
+        tools/base-image.sh "$base"
+    elif ! docker image inspect "$base" >/dev/null 2>&1; then
+        complaint=$(docker pull --quiet "$base" 2>&1) ||
+            fail 3 "$base: the base image cannot be pulled; got ${complaint##*$'\n'}; log in to its registry, or name another (BASE_IMAGE, or --base-image)"
+    fi
 }
 
 # What the layer is made of has to be installed in it, and what it brings has to start there.
@@ -76,18 +77,6 @@ collect_wheels() {
             [[ ! -e $wheel || -e locks/wheels/${wheel##*/} ]] || cp -p "$wheel" locks/wheels/
         done
     done < <(tools/python/pip-wheel-folders.sh)
-}
-
-# The image has this earlier code in one layer, and in another what differs from it. Once that is a tenth of the files,
-# today's code takes its place.
-keep_code() {
-    local kept=image-code/tridock changed all
-    changed=$(diff -rq --exclude=__pycache__ "$kept" tridock 2>/dev/null | wc -l) || true
-    all=$(find tridock -name '*.py' | wc -l)
-    [[ ! -d $kept ]] || ((changed * 10 > all)) || return 0
-    rm -rf "$kept"
-    mkdir -p image-code
-    cp -Rp tridock "$kept"
 }
 
 git_commit() {
@@ -131,7 +120,6 @@ main() {
     mkdir -p upstream locks/wheels
     choose_base
     find_base "$BASE_IMAGE"
-    keep_code
     if [[ $FLAVOR == wrap ]]; then
         check_wrappable
         find_base "$STANDABLE"

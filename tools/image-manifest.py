@@ -17,7 +17,7 @@ from tridock.experiment import fields_digest
 
 NOTABLE_DISTRIBUTIONS = ("deepspeed", "megatron-core", "numpy", "tokenizers")
 MEGATRON = Path("/opt/megatron-v1.1.5/tridock-source.json")
-DEBIAN_PACKAGES = ("libc6", "numactl", "openssh-client", "openssh-server", "pdsh", "procps", "tini")
+DEBIAN_PACKAGES = ("libc6", "numactl", "openssh-client", "openssh-server", "pdsh", "procps", "rsync", "tini")
 
 
 def python_packages() -> dict[str, str]:

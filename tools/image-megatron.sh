@@ -8,6 +8,9 @@ PATCHES=$(readlink -f "$2")
 readonly SOURCE=$1 PATCHES TARGET=$3
 
 mkdir -p "$TARGET"
+# Within a repository git apply skips what lies outside of its index, and says nothing.
+GIT_CEILING_DIRECTORIES=$(dirname "$(readlink -f "$TARGET")")
+export GIT_CEILING_DIRECTORIES
 [[ -f $SOURCE/pretrain_gpt2.py ]] || exit 0
 for part in pretrain_gpt2.py LICENSE megatron tools; do
     cp -r "$SOURCE/$part" "$TARGET/"

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tridock.engines import engine_of
+from tridock.engines import rules_of
 from tridock.experiment import load_experiment
-from tridock.experiment.flops import model_flops_per_token, recomputed_flops_per_token
-from tridock.experiment.weights import model_parameters
+from tridock.experiment.parameters import model_flops_per_token, model_parameters, recomputed_flops_per_token
 from tridock.gpus import GPUS
 from tridock.layout.shape import GPT2_TOKENS
 
@@ -58,13 +57,13 @@ class Figures:
 
 
 def figures(run: Measured) -> Figures:
-    """Model FLOPs of an iteration (tridock/experiment/flops.py) over its time and over the GPUs."""
+    """Model FLOPs of an iteration (tridock/experiment/parameters.py) over its time and over the GPUs."""
     experiment = load_experiment(ROOT / "configs" / "jean-zay" / f"{run.name}.yaml")
     model, parallel, gpus = experiment.model, experiment.parallel, run.nodes * GPUS_OF_A_NODE
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     replicas = gpus // (tensor * pipeline)
     tokens = experiment.batch.samples_per_step(replicas) * model.seq_length
-    rows = engine_of(experiment).rows_of_vocabulary(experiment)
+    rows = rules_of(experiment).rows_of_vocabulary(experiment)
     speed = tokens / run.seconds
     needed = model_flops_per_token(model, rows)
     again = recomputed_flops_per_token(model, model.num_layers, selective=False)
@@ -95,10 +94,10 @@ def table() -> str:
         f"`configs/jean-zay/{NOT_MEASURED}.yaml` never received an allocation and has no time.\n\n"
         "Model FLOPs of an iteration of B samples with V rows in the vocabulary:\n"
         "72 B s l h² (1 + s / 6h + V / 12 l h), forward and backward, without recomputation, with full\n"
-        "attention (Narayanan et al., 2021, section 5.1; `tridock/experiment/flops.py`). MFU is their rate\n"
-        f"over {GPU.tflops_16:g} TFLOP/s, the dense fp16 peak of a V100 SXM2 (NVIDIA's data sheet;\n"
+        "attention (Narayanan et al., 2021, section 5.1; `tridock/experiment/parameters.py`). MFU is their\n"
+        f"rate over {GPU.tflops_16:g} TFLOP/s, the dense fp16 peak of a V100 SXM2 (NVIDIA's data sheet;\n"
         "`tridock/gpus.py`). The column with recomputation adds each layer's second forward pass. GPT-2's\n"
-        f"vocabulary of {GPT2_TOKENS:,} is padded to {engine_of(experiment).rows_of_vocabulary(experiment):,} rows.\n"
+        f"vocabulary of {GPT2_TOKENS:,} is padded to {rules_of(experiment).rows_of_vocabulary(experiment):,} rows.\n"
     )
 
 

@@ -27,9 +27,14 @@ compile operator.txt operator.in --constraint extras.txt "$@"
 # An environment of its own: none of the ranks' versions bind it.
 compile trackers.txt trackers.in notify.in "$@"
 compile dev.txt dev.in --constraint train-cpu.txt --constraint extras.txt "$@"
+# Beside all of these in one environment.
+compile remote.txt remote.in --constraint train-cpu.txt --constraint extras.txt --constraint dev.txt "$@"
 compile docs.txt docs.in --constraint train-cpu.txt --constraint dev.txt "$@"
 compile train-gpu.txt train.in train-gpu.in "${without_torch[@]}" --no-emit-package deepspeed \
     --constraint train-cpu.txt --constraint dev.txt "$@"
 # The index's own build of torch for Linux, which has CUDA, and NVIDIA's libraries for it.
 compile torch-cuda.txt torch.txt --constraint train-cpu.txt "$@"
 compile uv.txt uv.in "$@"
+# What recipes with others' programs install beside an image's torch, NumPy and DeepSpeed.
+printf 'torch\nnumpy\n' >excluded.in
+compile ../configs/recipes/requirements.txt ../configs/recipes/requirements.in "${without_torch[@]}" "$@"

@@ -1,5 +1,5 @@
 """Writes configs/reference.yaml, configs/slurm/reference.yaml, and what is generated in docs/: cluster.md's fields,
-gpus.md's base images, commands.md's options.
+gpus.md's base images, commands.md's options, the keys in config-json.md.
 
 A test compares them with the schemas and the parsers: a field or an option cannot be added without them.
 """
@@ -7,10 +7,11 @@ A test compares them with the schemas and the parsers: a field or an option cann
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -21,6 +22,8 @@ from pydantic_core import PydanticUndefined
 from tridock.base_images import BASE_IMAGES, BaseImage
 from tridock.cli import build_parser
 from tridock.cluster.schema import Settings
+from tridock.experiment import transformers_keys as keys
+from tridock.experiment.families import FAMILIES
 from tridock.experiment.schema import Experiment
 from tridock.launchers.slurm.request import Request
 
@@ -29,6 +32,7 @@ UNKNOWN = "not known"
 BEGIN, END = "<!-- fields: written by make reference -->", "<!-- end of fields -->"
 BASES_BEGIN, BASES_END = "<!-- base images: written by make reference -->", "<!-- end of base images -->"
 OPTIONS_BEGIN, OPTIONS_END = "<!-- options: written by make reference -->", "<!-- end of options -->"
+KEYS_BEGIN, KEYS_END = "<!-- keys: written by make reference -->", "<!-- end of keys -->"
 REQUIRED = {
     "name": "example",
     "model.num_layers": 24,
@@ -73,7 +77,7 @@ def _fields(model: type[BaseModel], path: str, depth: int) -> Iterator[str]:
         required = field.is_required()
         sentences = [field.description or "", f"One of {_choices(field)}." if _choices(field) else ""]
         yield from _comment(" ".join(["Required.", *sentences] if required else sentences).strip(), pad)
-        value = REQUIRED[path + name] if required else _default(field)
+        value = REQUIRED[path + name] if required or path + name == "data.data_path" else _default(field)
         text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
         yield f"{pad}{name}: {text}"
 
@@ -133,6 +137,53 @@ def with_options(page: str) -> str:
     return _replaced(page, OPTIONS_BEGIN, "\n".join(_commands(build_parser())), OPTIONS_END)
 
 
+def with_config_keys(page: str) -> str:
+    """docs/config-json.md with the keys of every family brought up to date."""
+    lines = ["\n## All families\n", *_keys(keys.COMMON)]
+    for family in FAMILIES:
+        lines += [f"\n## {family.architecture}\n", *_keys(keys.own_keys(family))]
+    lines.append("\n## rope_parameters and rope_scaling\n")
+    base = keys.Honoured("rotary_base", keys.NUMBER, None)
+    lines += _keys(keys.rotation_keys("", base))
+    for kind, own in keys.ROPE_TYPES.items():
+        lines += [f"\n### rope_type: {kind}\n", *_keys(own)] if own else []
+    return _replaced(page, KEYS_BEGIN, "\n".join(lines), KEYS_END)
+
+
+def _keys(known: Mapping[str, keys.Key]) -> Iterator[str]:
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, key in known.items():
+        rows.setdefault((_effect(key), _without(key)), []).append(f"`{name}`")
+    yield "| key | effect | without it |\n|---|---|---|"
+    yield from (f"| {', '.join(names)} | {effect} | {without} |" for (effect, without), names in rows.items())
+
+
+def _effect(key: keys.Key) -> str:
+    if isinstance(key, keys.WithoutEffect):
+        return f"none: {key.why}"
+    if isinstance(key, keys.OfExperiment):
+        return f"none on the logits; a run goes by `{key.field}`"
+    if isinstance(key, keys.Honoured):
+        if isinstance(key.kind, str):
+            return f"`{key.field}`: a {key.kind}" + (", or null" if key.or_null else "")
+        values = (f"`{json.dumps(theirs)}` is `{yaml.safe_dump(ours).split()[0]}`" for theirs, ours in key.kind.items())
+        return f"`{key.field}`: {', '.join(values)}"
+    choices = [f"`{json.dumps(it)}`" for it in key.values]
+    if key.of_each:
+        choices[0] = f"a list of only {choices[0]}"
+    return f"**refused** unless {' or '.join(choices)}"
+
+
+def _without(key: keys.Key) -> str:
+    if isinstance(key, keys.Only):
+        return "**refused**" if key.is_required else ""
+    if not isinstance(key, keys.Honoured):
+        return ""
+    if key.default is keys.ABSENT:
+        return "**refused**"
+    return "by other keys" if key.default is None else f"`{json.dumps(key.default)}`"
+
+
 def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -161,11 +212,19 @@ def _replaced(page: str, begin: str, text: str, end: str) -> str:
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
+_PAGES: Mapping[str, Callable[[str], str]] = {
+    "cluster": with_fields,
+    "gpus": with_base_images,
+    "commands": with_options,
+    "config-json": with_config_keys,
+}
+
+
 def main() -> None:
     """Writes them all."""
     Path("configs/reference.yaml").write_text(experiment_reference())
     Path("configs/slurm/reference.yaml").write_text(slurm_reference())
-    for name, brought in (("cluster", with_fields), ("gpus", with_base_images), ("commands", with_options)):
+    for name, brought in _PAGES.items():
         page = Path(f"docs/{name}.md")
         page.write_text(brought(page.read_text()))
 

@@ -5,9 +5,6 @@ ssh sessions killed, ranks stopped, checkpoints spoiled, a node paused, stopped,
 supervisor killed or stopped; for root also packets lost, a slow disk, and a run's folder that cannot be written. Which
 fault comes when follows from the seed that is printed. A run may be restarted as often as it needs. At the end of each
 every loss is that of the undisturbed run, and no process, no container and no file is left that was not there before.
-
-With ``--separate-runs`` the nodes share no folder: three of them vote on who supervises the run, and its head is killed
-or cut off until another node has taken over.
 """
 
 from __future__ import annotations
@@ -21,17 +18,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-import separate_runs
-
-from tridock.contracts import lease, run_folder
+from tridock.cluster.settings import load_cluster
+from tridock.contracts import run_folder
 from tridock.contracts.records import read_lines
 from tridock.contracts.run_state import exit_code_of
-from tridock.ops.hosts.session import Session
+from tridock.ops.hosts.hosts import Hosts
 
 CONFIG: Final = "configs/demo.yaml"
 CHANGES: Final = (
@@ -45,6 +40,7 @@ CHANGES: Final = (
     # With fewer replicas the losses would differ by their rounding.
     "restart.node_timeout=10m",
 )
+_RUNS: Final = Path("runs")
 _PATIENCE_S: Final = 600.0
 """Without a new iteration for so long a disturbed run has hung in a way that nobody noticed."""
 
@@ -52,15 +48,12 @@ _PATIENCE_S: Final = 600.0
 class Soak:
     """The twin, and what is done to it."""
 
-    def __init__(
-        self, hostfile: Path, iterations: int, chance: random.Random, pattern: str = "*", *, separate: bool = False
-    ) -> None:
-        self.hostfile, self.chance, self.separate = hostfile, chance, separate
+    def __init__(self, hostfile: Path, iterations: int, chance: random.Random, pattern: str = "*") -> None:
+        self.hostfile, self.chance = hostfile, chance
         self.changes: tuple[str, ...] = (*CHANGES, f"train.train_iters={iterations}")
-        self.changes += ("restart.replication_factor=2",) * separate
-        session = Session.open(hostfile)
-        self.containers = {node: session.transport.container_name(node) for node in session.nodes}
-        self.head, *self.others = session.nodes
+        hosts = Hosts(load_cluster(hostfile))
+        self.containers = {node: hosts.transport.container_name(node) for node in hosts}
+        self.head, *self.others = hosts
         # Not SIGTERM: with that a scheduler asks a run to save and to end.
         self.faults: dict[str, Callable[[str], object]] = {
             "SIGKILL a rank": lambda run: self._signal(run, "KILL", "tridock.train"),
@@ -92,13 +85,6 @@ class Soak:
                     self.chance.uniform(2, 40),
                 ),
             }
-        if separate:
-            self.faults |= {
-                "SIGKILL the head's node": lambda run: self._killed(
-                    self._supervised(run)[1], self.chance.uniform(30, 60)
-                ),
-                "cut the head off": lambda run: self._cut_off(self._supervised(run)[1], self.chance.uniform(30, 60)),
-            }
         if _THROTTLES.exists() and os.access(_THROTTLES, os.W_OK):
             self.faults["slow a node's disk"] = lambda _: self._slowed(self._any(), self.chance.uniform(5, 60))
         only = [name for name in self.faults if fnmatch(name, pattern)]
@@ -113,37 +99,21 @@ class Soak:
             sys.exit(f"the undisturbed run {run} ended with {code}")
         return self.losses(run)
 
-    def folders(self, run: str) -> list[Path]:
-        """Where the nodes have the run."""
-        nodes = separate_runs.NODES if self.separate else (self.head,)
-        return [path for node in nodes if (path := separate_runs.runs_of(Path(), node) / run).exists()]
-
     def losses(self, run: str) -> dict[int, float]:
-        """Each iteration's loss; what a restart repeats has to be the same, on whichever node."""
-        return losses(run, self.folders(run))
+        """Each iteration's loss; what a restart repeats has to be the same."""
+        return losses(run, read_lines(_RUNS / run / run_folder.METRICS))
 
     def events(self, run: str, name: str) -> int:
-        """How many of this event the run has; a successor has its predecessor's."""
-        lists: list[list[Any]] = [read_lines(folder / run_folder.EVENTS) for folder in self.folders(run)]
-        return max([event["event"] for event in events].count(name) for events in lists)
-
-    def exit_code(self, run: str) -> int | None:
-        """How the run has ended, on whichever node; None before it has."""
-        codes = (exit_code_of(folder) for folder in self.folders(run))
-        return next((code for code in codes if code is not None), None)
-
-    def _supervised(self, run: str) -> tuple[Path, str]:
-        """The folder with the run's newest lease, and the node that holds it."""
-        token, folder = max((lease.newest(folder), folder) for folder in self.folders(run))
-        held = lease.read(folder, token)
-        return folder, held.node if held else self.head
+        """How many of this event the run has."""
+        events: list[Any] = read_lines(_RUNS / run / run_folder.EVENTS)
+        return [event["event"] for event in events].count(name)
 
     def disturbed(self, pause_s: float) -> tuple[str, list[str], int]:
         """A run under faults: its id, what was done to it, and its exit code."""
         run, done = self._launch(), list[str]()
         moved, reached = time.monotonic(), 0
         until = time.monotonic() + self.chance.uniform(0.5, 1.5) * pause_s
-        while (code := self.exit_code(run)) is None:
+        while (code := exit_code_of(_RUNS / run)) is None:
             time.sleep(0.5)
             iteration = max(self.losses(run), default=0)
             if iteration > reached:
@@ -163,15 +133,14 @@ class Soak:
         for node, container in self.containers.items():
             found = json.loads(output("docker", "exec", container, *_NODE, "processes", run))
             yield from (f"{node}: process {entry['pid']} {' '.join(entry['command'])[:80]}" for entry in found)
-        for path in (path for folder in self.folders(run) for path in folder.rglob("*")):
+        for path in (_RUNS / run).rglob("*"):
             if path.name.startswith(".put.") or path.suffix in (".part", ".tmp"):
                 yield f"file {path}"
 
     def _launch(self) -> str:
         overrides = [argument for change in self.changes for argument in ("--set", change)]
-        with separate_runs.put_on_every_node(Path()) if self.separate else nullcontext():
-            output(fab(), "launch", "--hosts", str(self.hostfile), "--config", CONFIG, *overrides, "--detach",
-                   "--run-id-file", "runs/soak.id")  # fmt: skip
+        output(fab(), "launch", "--hosts", str(self.hostfile), "--config", CONFIG, *overrides, "--detach",
+               "--run-id-file", "runs/soak.id")  # fmt: skip
         return Path("runs/soak.id").read_text().strip()
 
     def _follow(self, run: str) -> int:
@@ -193,7 +162,7 @@ class Soak:
 
     def _spoil(self, run: str) -> None:
         """Overwrites a byte of one of its files; the run has to take the one before."""
-        folders = sorted((self._supervised(run)[0] / run_folder.CHECKPOINTS).glob("iter_*"))
+        folders = sorted((_RUNS / run / run_folder.CHECKPOINTS).glob("iter_*"))
         if len(folders) > 1:
             files = sorted(path for path in folders[-1].iterdir() if path.is_file() and path.stat().st_size)
             if files:
@@ -289,10 +258,9 @@ def disk_of(folder: Path) -> str:
     return ((block.parent if (block / "partition").exists() else block) / "dev").read_text().strip()
 
 
-def losses(run: str, folders: list[Path]) -> dict[int, float]:
-    """Each iteration's loss, where all logs agree."""
+def losses(run: str, entries: list[Any]) -> dict[int, float]:
+    """Each iteration's loss, which is the same wherever it is logged again."""
     found: dict[int, float] = {}
-    entries: list[Any] = [entry for folder in folders for entry in read_lines(folder / run_folder.METRICS)]
     for entry in entries:
         if "split" not in entry and found.setdefault(entry["iteration"], entry["loss"]) != entry["loss"]:
             sys.exit(
@@ -310,14 +278,11 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=300, help="of each run (default 300)")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of the faults' names, as '*supervisor'")
     parser.add_argument("--pause", type=float, default=60.0, help="seconds between two faults, about (default 60)")
-    parser.add_argument("--separate-runs", action="store_true", help="a twin of three nodes that share no folder")
     given = parser.parse_args()
-    if given.separate_runs:
-        given.hosts = separate_runs.write_hostfile(Path(), "soak")
     print(f"seed {given.seed}", flush=True)
     output(fab(), "up", "--hosts", str(given.hosts))
     chance = random.Random(given.seed)  # noqa: S311  no secret
-    soak = Soak(given.hosts, given.iterations, chance, given.only, separate=given.separate_runs)
+    soak = Soak(given.hosts, given.iterations, chance, given.only)
     record: list[dict[str, Any]] = []
     expected = soak.undisturbed()
     print(f"undisturbed: {len(expected)} iterations, last loss {expected[max(expected)]}", flush=True)
@@ -341,8 +306,6 @@ def main() -> None:
         ]
         if wrong:
             sys.exit("\n".join(wrong[:20]))
-    if given.separate_runs:
-        output(fab(), "down", "--hosts", str(given.hosts))
     Path("runs/soak.json").write_text(json.dumps({"seed": given.seed, "runs": record}, indent=2) + "\n")
     total = sum(len(entry["faults"]) for entry in record)
     print(f"{len(record)} runs under {total} faults ended with the losses of the undisturbed one; nothing is left over")

@@ -4,6 +4,7 @@
 #   tools/venv.sh operator         what fabfile.py needs
 #   tools/venv.sh extras           that, and what the extras data and report need
 #   tools/venv.sh docs             what builds the documentation, beside what is there
+#   tools/venv.sh remote           what reads data at https://, beside what is there
 #   tools/venv.sh trackers         what sends runs to trackers and to people, in an environment of its own in .venv
 #   tools/venv.sh full [cpu|gpu]   that, and torch's CPU or CUDA build, DeepSpeed, and what tests and checks need
 #
@@ -101,6 +102,11 @@ extras)
 docs)
     install_lock docs "what builds the documentation"
     touch "$VENV/.docs"
+    exit
+    ;;
+remote)
+    install_lock remote "what reads data at https://"
+    touch "$VENV/.remote"
     exit
     ;;
 trackers)

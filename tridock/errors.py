@@ -6,10 +6,12 @@ that the user can fix them in one go.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -31,6 +33,21 @@ def exit_code_of(program: Callable[[], object]) -> int:
 def count(number: int, noun: str) -> str:
     """``1 rank``, ``1,024 ranks``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+OUT_OF_INODES: Final = "no inodes left"
+"""Why no file can be made on a disk with space."""
+FREE_INODES: Final = "remove small files on that disk (du --inodes shows where they are)"
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the system's message of an OSError, or the error's own text; its ENOSPC may stand for inodes, too."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is not None:
+        with suppress(OSError):
+            found = os.statvfs(os.path.dirname(os.fspath(error.filename)) or ".")  # noqa: PTH120 - as given
+            if found.f_favail == 0 < found.f_files:  # a file system that counts none says 0 of 0
+                return OUT_OF_INODES
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -87,6 +104,12 @@ class Problem:
         """Rebuilds a problem that another process reported."""
         return cls(message["where"], message["what"], message["got"], message["todo"])
 
+    @classmethod
+    def of_error(cls, where: object, what: str, error: BaseException, todo: str) -> Problem:
+        """Returns the problem of an error of the system or a library, whose reason is the value got."""
+        got = reason_of(error)
+        return cls(str(where), what, got, FREE_INODES if got == OUT_OF_INODES else todo)
+
     def __str__(self) -> str:
         where, what, got, todo = (cut(part, _LONGEST) for part in (self.where, self.what, self.got, self.todo))
         return printable(f"{where}: {what}; {f'got {got}; ' if got else ''}{todo}")
@@ -103,6 +126,23 @@ class TridockError(Exception):
         self.unaffected = tuple(unaffected)
         fine = [f"{', '.join(self.unaffected)}: no problem here; fix the others"] if self.unaffected else []
         super().__init__("\n".join([*self._lines(), *fine]))
+
+    @classmethod
+    def raise_for(cls, problems: Iterable[Problem]) -> None:
+        """Raises the error if there are problems."""
+        if found := tuple(problems):
+            raise cls(found)
+
+    @classmethod
+    @contextmanager
+    def in_place_of(
+        cls, errors: type[Exception] | tuple[type[Exception], ...], where: object, what: str, todo: str
+    ) -> Iterator[None]:
+        """Raises the error in place of the system's or a library's, whose reason is the value got."""
+        try:
+            yield
+        except errors as error:
+            raise cls(Problem.of_error(where, what, error, todo)) from None
 
     def _lines(self) -> Iterator[str]:
         """The problems' messages."""
@@ -134,26 +174,3 @@ class RunError(TridockError):
     """The run failed."""
 
     exit_code = 4
-
-
-EXTRAS: Final[Mapping[str, Sequence[str]]] = {
-    "data": ("gigatoken", "numpy", "pyarrow", "sentencepiece", "simdjson", "tiktoken", "tokenizers", "zstandard"),
-    "report": ("matplotlib",),
-    "trackers": ("mlflow", "tensorboard", "wandb"),
-    "notify": ("apprise",),
-}
-"""Optional modules by the extra that installs them (``locks/data.in``, ``locks/report.in``)."""
-
-
-@contextmanager
-def extras_explained() -> Iterator[None]:
-    """Converts the ImportError of an optional module into a :class:`ClusterError` that names its extra."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        module = (error.name or "").partition(".")[0]
-        for extra, modules in EXTRAS.items():
-            if module in modules:
-                todo = f"pip install 'tridock[{extra}]', or make venv in a checkout"
-                raise ClusterError(Problem(module, "is not installed", "", todo)) from None
-        raise

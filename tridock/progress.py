@@ -30,30 +30,24 @@ class Bar(Protocol):
 
 
 Bars = Callable[..., Bar]
-"""``begin(what, size, *, done=0, hidden_below=0, unit="")`` begins a bar of ``size`` bytes, or of ``size`` units.
-
-A size of None is unknown. The bar is shown from ``hidden_below`` bytes."""
+"""``begin(what, size, *, unit="")`` begins a bar of ``size`` bytes, or of ``size`` units; None is unknown."""
 
 
 @contextmanager
 def bars(*, quiet: bool = False) -> Iterator[Bars]:
     """Yields a function that begins bars. ``quiet`` suppresses all progress."""
     if quiet:
-        yield lambda what, *_, **__: _Line(what, None, 0, silent=True)
+        yield lambda what, *_, **__: _Line(what, None, silent=True)
     elif sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress
 
         with Progress(*_columns(), console=Console(stderr=True), transient=True) as progress:
-
-            def begin(what: str, size: int | None, *, done: int = 0, hidden_below: int = 0, unit: str = "") -> Bar:
-                shown = done >= hidden_below
-                task = progress.add_task(what, total=size, completed=done, visible=shown, note="", unit=unit)
-                return _Shown(progress, task, hidden_below)
-
-            yield begin
+            yield lambda what, size, *, unit="": _Shown(
+                progress, progress.add_task(what, total=size, note="", unit=unit)
+            )
     else:
-        yield lambda what, size, *, done=0, unit="", **_: _Line(what, size, done, unit)
+        yield lambda what, size, *, unit="": _Line(what, size, unit)
 
 
 def _columns() -> tuple[Any, ...]:
@@ -83,23 +77,13 @@ class _Shown:
 
     progress: Progress
     task: TaskID
-    hidden_below: int
 
     def __call__(self, count: int, note: str | None = None) -> None:
-        if note is None:
-            self.progress.update(self.task, advance=count)
-        else:
-            self.progress.update(self.task, advance=count, note=note)
-        self._show()
+        fields: dict[str, Any] = {} if note is None else {"note": note}
+        self.progress.update(self.task, advance=count, **fields)
 
     def set(self, done: int, total: int | None, note: str = "") -> None:
         self.progress.update(self.task, completed=done, total=total, note=note)
-        self._show()
-
-    def _show(self) -> None:
-        if self.hidden_below:
-            done = next(it.completed for it in self.progress.tasks if it.id == self.task)
-            self.progress.update(self.task, visible=done >= self.hidden_below)
 
     def end(self) -> None:
         self.progress.remove_task(self.task)
@@ -111,8 +95,8 @@ class _Line:
 
     what: str
     size: int | None
-    done: int
     unit: str = ""
+    done: int = 0
     silent: bool = False
     began: float = field(default_factory=lambda: time.monotonic())
     printed: float = field(default_factory=lambda: time.monotonic())

@@ -3,6 +3,7 @@
 A checkout and the image have them beside the package, a wheel inside it (``pyproject.toml`` lists them).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,8 +17,7 @@ STARTER: Final = ("configs", "hostfiles", "docker-compose.yml", "docker-compose.
 
 
 def project_file(path: Path, folder: Path = Path()) -> Path:
-    """Returns the file ``path`` in ``folder`` if it exists, else Tridock's own file of this name
-    (``configs/demo.yaml``)."""
+    """Returns the file ``path`` in ``folder``, else Tridock's own file of this name (``configs/demo.yaml``)."""
     here, own = folder / path, ROOT / path
     named = not path.is_absolute() and ".." not in path.parts and path.parts[:1] and path.parts[0] in STARTER
     return own if named and not here.exists() and own.is_file() else here
@@ -33,5 +33,15 @@ def recipe_files() -> dict[str, Path]:
 
 def starter_files() -> dict[Path, Path]:
     """Returns the files of :data:`STARTER` by their path in a checkout. Empty inside the image."""
-    found = (path for name in STARTER for path in ((ROOT / name), *(ROOT / name).rglob("*")))
-    return {path.relative_to(ROOT): path for path in found if path.is_file() and path.name[0] != "."}
+    return files_of(ROOT, STARTER)
+
+
+def recipes() -> dict[str, Path]:
+    """Returns the folders of recipes (what labs train, with others' programs) by their names."""
+    return {path.parent.name: path.parent for path in sorted(ROOT.glob("configs/recipes/*/README.md"))}
+
+
+def files_of(root: Path, names: Sequence[str] = ("",)) -> dict[Path, Path]:
+    """Returns files in ``root``, or only those of ``names``, without hidden ones, by their path in it."""
+    found = (path for name in names for path in (root / name, *(root / name).rglob("*")))
+    return {path.relative_to(root): path for path in found if path.is_file() and path.name[0] != "."}

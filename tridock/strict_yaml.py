@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from tridock.errors import Problem, RequestError, cut, printable
 from tridock.project_files import project_file
@@ -20,13 +20,19 @@ from tridock.yaml_text import shown
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
 LARGEST: Final = 2**31 - 1
+_LONGEST_PATH: Final = 4096
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 AS_TUPLE: Final = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """For a tuple field: YAML has only lists, and pydantic's strict mode does not convert them."""
 
 
-def _path(value: str) -> str:
+def path_text(value: str) -> str:
+    """Returns a path; raises ValueError for what can be none."""
+    if not value:
+        raise PydanticKnownError("string_too_short", {"min_length": 1})
+    if len(value) > _LONGEST_PATH:
+        raise PydanticKnownError("string_too_long", {"max_length": _LONGEST_PATH})
     if printable(value) != value or "\n" in value or "\t" in value:
         raise ValueError("must be a path without control characters")
     if not value.strip():
@@ -34,7 +40,7 @@ def _path(value: str) -> str:
     return value
 
 
-PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_path)]
+PathText = Annotated[str, AfterValidator(path_text)]
 
 
 def whole(value: Any) -> Any:
@@ -186,9 +192,21 @@ def _known_fields(model: type[BaseModel], location: list[str]) -> str:
     section = _model_at(model, location[:-1])
     if section is None:
         return "remove it"
-    names = list(section.model_fields)
-    near = difflib.get_close_matches(location[-1], names, n=1)
-    return f"did you mean {near[0]}?" if near else f"remove it, or use one of {', '.join(names)}"
+    names, below = list(section.model_fields), _fields_below(model)
+    nearest = difflib.get_close_matches(location[-1].lower().replace("-", "_"), [*names, *below], n=1)
+    near = [path for name in nearest for path in ([name] if name in names else below[name])]
+    return f"did you mean {' or '.join(near)}?" if near else f"remove it, or use one of {', '.join(names)}"
+
+
+def _fields_below(model: type[BaseModel]) -> dict[str, list[str]]:
+    """Returns the paths of the fields in the model's sections, by their names."""
+    found: dict[str, list[str]] = {}
+    for name, field in model.model_fields.items():
+        inner = _model_at(field.annotation, [])
+        if inner is not None and typing.get_origin(field.annotation) in (None, *_SAME_PLACE):
+            for last in inner.model_fields:
+                found.setdefault(last, []).append(f"{name}.{last}")
+    return found
 
 
 def _model_at(annotation: Any, path: list[str]) -> type[BaseModel] | None:

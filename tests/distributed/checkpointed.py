@@ -1,8 +1,8 @@
 """One rank of an engine whose disk is full in the middle of one of its saves and free again after it, or never answers.
 
-``python -m tests.distributed.checkpointed MODULE full:ITERATION:RANK|paused:ITERATION --run-folder …``: MODULE is the
-engine's program. While that iteration is saved, that rank can write no file larger than some bytes, or no rank comes to
-the end of writing.
+``python -m tests.distributed.checkpointed MODULE full:ITERATION:RANK|paused:ITERATION|slow:ITERATION --run-folder …``:
+MODULE is the engine's program. While that iteration is saved, that rank can write no file larger than some bytes, or no
+rank comes to the end of writing. Or each save from that iteration on takes its time, so that a test can be in time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.rank.run import end
 
 LIMIT = 20_000
+SLOW_S = 0.5
 
 
 def main() -> int:
@@ -30,6 +32,9 @@ def main() -> int:
     start = Checkpoints.start
 
     def limited(self: Checkpoints, prepare: Any, iteration: int, *rest: Any) -> Any:
+        if kind == "slow" and iteration >= int(at):
+            time.sleep(SLOW_S)
+            return start(self, prepare, iteration, *rest)
         if iteration != int(at) or rank not in ([], [os.environ["RANK"]]):
             return start(self, prepare, iteration, *rest)
         if kind == "paused":

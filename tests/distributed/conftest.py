@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.ranks import make_data
 from tests.distributed.supervised import make as make  # a fixture of every module
+from tests.megatron_source import patched_source
 
 # The longest begin first, so that no worker is left with one at the end.
 FIRST = ("test_shared_models", "test_bench", "test_restart", "test_megatron_core", "test_triage", "test_several_nodes")
@@ -24,3 +25,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workspace")
     make_data(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Megatron-LM v1.1.5's source with the patches."""
+    return patched_source(tmp_path_factory.mktemp("megatron") / "source")

@@ -32,7 +32,7 @@ def live_through(begin: Begin, victim: str, writer: int) -> None:
             process.kill()
     assert [event["iteration"] for event in saved(killed)] == [1, 2]
 
-    preempted, ranks = begin("preempted", None, **EVERY, **load(killed))
+    preempted, ranks = begin("preempted", "slow:5", **EVERY, **load(killed))
     wait_for(preempted, "checkpoint_saved", 2, ranks)
     ranks.processes[1].send_signal(signal.SIGUSR1)  # one rank gets the signal: all save after the same step
     finish(ranks, 85)

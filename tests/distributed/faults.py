@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import _dump_fr_trace
 
 from tests.distributed.ranks import free_port
 from tridock.contracts.run_folder import FLIGHT
-from tridock.train.checkpoints.pickles import safe_metadata_load
+from tridock.train.checkpoints.pickles import safe_distributed_load
 from tridock.train.rank import process_group, run, signals
 
 FOLDER = Path(sys.argv[1])
@@ -106,7 +106,7 @@ def metadata_of_another_version() -> None:
     """torch then looks for files of each rank, which never were: not they are what is missing."""
     (FOLDER / "distributed").mkdir()
     (FOLDER / "distributed" / ".metadata").write_bytes(pickle.dumps(Unknown()))
-    with safe_metadata_load():
+    with safe_distributed_load():
         checkpoint.load({"a": torch.zeros(1)}, checkpoint_id=str(FOLDER / "distributed"), no_dist=True)
 
 
@@ -149,28 +149,34 @@ def rendezvous() -> None:
 
 def ended_from_outside() -> None:
     signals.listen(FOLDER)
+    signals._EXIT_SECONDS = 600.0  # it goes through another fault afterwards
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(5)
 
 
-def meet(world_size: int, name: str = "alone") -> None:
+def meet(world_size: int, name: str = "alone", seconds: float = 60.0) -> None:
     store = dist.FileStore(str(FOLDER / f"store-{name}"), world_size)
     place = int(os.environ["RANK"]) if world_size > 1 else 0
     if world_size > 1:
         (FOLDER / f"{name}-{place}").touch()
-        while not (FOLDER / f"{name}-{1 - place}").exists():  # it has more faults to go through before
-            time.sleep(0.05)
-    dist.init_process_group("gloo", store=store, rank=place, world_size=world_size, timeout=timedelta(seconds=2))
+        wait_for(f"{name}-{1 - place}")  # it has more faults to go through before
+    dist.init_process_group("gloo", store=store, rank=place, world_size=world_size, timeout=timedelta(seconds=seconds))
+
+
+def wait_for(name: str) -> None:
+    while not (FOLDER / name).exists():
+        time.sleep(0.05)
 
 
 def collective_timeout() -> None:
-    meet(2, "late")
+    meet(2, "late", 4.0)
     dist.all_reduce(torch.zeros(4))
     try:
         if FIRST:
             dist.all_reduce(torch.zeros(4))
-        time.sleep(4)
+        wait_for("timed-out")
     finally:
+        (FOLDER / "timed-out").touch()
         # As NCCL's watchdog does; Gloo has none.
         flight = FOLDER / "runs" / "collective-timeout" / f"{FLIGHT}{os.environ['RANK']}"
         flight.write_bytes(_dump_fr_trace())

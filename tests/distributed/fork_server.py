@@ -164,7 +164,8 @@ def _import(imports: str) -> None:
         if core:
             importlib.import_module("tridock.compat.megatron_core").prepare("cpu", 1)
         for name in MODULES[imports]:
-            importlib.import_module(name)
+            with suppress(ModuleNotFoundError) if "._" in name else nullcontext():  # not every torch has it
+                importlib.import_module(name)
     gc.collect()
     gc.freeze()  # it stays in memory that all forks share
     assert len(os.listdir("/proc/self/task")) == 1, f"importing {imports} has started a thread"  # noqa: PTH208

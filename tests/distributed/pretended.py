@@ -99,7 +99,7 @@ def step_of_core(experiment: Experiment, ranks: Ranks) -> None:
 
 def prepared(experiment: Experiment, ranks: Ranks) -> tuple[MegatronCore, list[torch.Tensor]]:
     """This rank's part of megatron-core's model, and the micro batches of a step."""
-    from tridock.engines import engine_of
+    from tridock.engines import rules_of
     from tridock.train.megatron_core.layout import Layout
     from tridock.train.megatron_core.strategy import MegatronCore
 
@@ -108,7 +108,7 @@ def prepared(experiment: Experiment, ranks: Ranks) -> tuple[MegatronCore, list[t
     experiment = experiment.resolved(layout.data_parallel_size)
     check_batch(experiment, layout.data_parallel_size)
     tokens = experiment.model.vocab_size
-    rows = engine_of(experiment).padded_vocab_size(tokens, experiment)
+    rows = rules_of(experiment).padded_vocab_size(tokens, experiment)
     strategy = MegatronCore(experiment, tokens, rows, layout, ranks)
     return strategy, micro_batches(experiment, layout.data_parallel_size)
 

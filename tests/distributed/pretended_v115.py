@@ -29,7 +29,7 @@ from tests.distributed.forks import SLOW, answers, cases, in_a_fork
 from tridock import compat
 from tridock.compat import megatron_v115
 from tridock.engines.deepspeed import deepspeed_config
-from tridock.engines.megatron_lm.arguments import megatron_arguments
+from tridock.engines.megatron_lm.program import megatron_arguments
 from tridock.experiment import Experiment
 from tridock.layout.split import size_of_replica
 from tridock.train.megatron_lm.record import Recorder

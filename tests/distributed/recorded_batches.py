@@ -38,10 +38,10 @@ class Recording(Trainer):
 forward = cross_entropy._TokenLosses.forward
 
 
-def kept(ctx: Any, logits: Tensor, labels: Tensor, group: Any, first: int) -> Tensor:
+def kept(ctx: Any, logits: Tensor, labels: Tensor, group: Any, first: int, compiled: bool) -> Tensor:
     """Both engines compute the loss of the whole vocabulary, or of a rank's columns of it, with this function."""
     found.append((first, labels.clone(), logits.detach().clone()))  # the backward pass overwrites them
-    return forward(ctx, logits, labels, group, first)
+    return forward(ctx, logits, labels, group, first, compiled)
 
 
 if __name__ == "__main__":

@@ -46,23 +46,27 @@ def train(folder: Path, rank: int, steps: int, load: bool) -> None:
     faulthandler.register(heartbeat.STACKS_SIGNAL, heartbeat.stacks_path(folder, rank).open("w"), all_threads=True)
     heartbeat.start(folder, rank)
     heartbeat.beat(heartbeat.START, first)
+    iteration = first
     for iteration in range(first + 1, steps + 1):
         time.sleep(STEP_S)
         heartbeat.beat(heartbeat.TRAIN, iteration)
         if iteration % 10 == 0 and rank == 0:
             manifest = json.dumps({"iteration": iteration, "files": {}})
             write_atomic(folder / "checkpoints" / f"iter_{iteration:07d}" / MANIFEST, manifest.encode())
-        obey(folder, rank)
+        if obey(folder, rank):
+            break
     heartbeat.beat(heartbeat.END)
     if rank == 0:
-        append_event(folder, "run_finished", iteration=steps)
+        append_event(folder, "run_finished", iteration=iteration)
 
 
-def obey(folder: Path, rank: int) -> None:
-    """Does what is asked for."""
+def obey(folder: Path, rank: int) -> bool:
+    """Does what is asked for; returns whether the training is to end here, as after its last step."""
     for order in folder.glob(f"{rank}-*"):
         order.unlink()
         word = order.name.partition("-")[2]
+        if word == "finish":
+            return True
         if word == "hang":
             hang_for_ever()
         if word == "lose":  # another rank
@@ -75,6 +79,7 @@ def obey(folder: Path, rank: int) -> None:
             append_event(folder, "run_failed", rank=rank, reason="asked to", agreed=code == 5)
             heartbeat.beat(heartbeat.FAILED, code=code)
             os._exit(code)
+    return False
 
 
 if __name__ == "__main__":

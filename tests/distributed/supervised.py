@@ -61,7 +61,7 @@ class Run:
             lambda: all((b := self.beat(n)) and b.phase == "train" and b.iteration > beyond for n in range(ranks))
         )
 
-    def until(self, condition: Callable[[], object], seconds: float = 60.0) -> float:
+    def until(self, condition: Callable[[], object], seconds: float = 120.0) -> float:
         """Waits; how long it took."""
         began = time.monotonic()
         while not condition():
@@ -77,7 +77,13 @@ class Run:
     def ask(self, rank: int, word: str) -> None:
         (self.folder / f"{rank}-{word}").touch()
 
-    def end(self, seconds: float = 30.0) -> int:
+    def finish(self, ranks: int = 2) -> int:
+        """Lets the ranks end as after their last step; the run's exit code."""
+        for rank in range(ranks):
+            self.ask(rank, "finish")
+        return self.end()
+
+    def end(self, seconds: float = 120.0) -> int:
         self.until(lambda: exit_code_of(self.folder) is not None, seconds)
         code = exit_code_of(self.folder)
         assert code is not None

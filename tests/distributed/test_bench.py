@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ profiled: 2
 """
 
 
+@pytest.mark.full
 def test_a_matrix(tmp_path: Path) -> None:
     make_data(tmp_path)
     make_run(tmp_path, "base", 2)
@@ -81,8 +83,8 @@ timeout: {timeout}
 """
 
 
-def start(workspace: Path, timeout: int) -> subprocess.Popen[str]:
-    """A benchmark whose only run does not end of itself; the function returns when that trains."""
+def start(workspace: Path, timeout: int, begun: Callable[[Path], object]) -> subprocess.Popen[str]:
+    """A benchmark whose only run does not end of itself; the function returns when that has begun."""
     make_data(workspace)
     make_run(workspace, "base", 2)
     (workspace / "b.yaml").write_text(ENDLESS.format(timeout=timeout))
@@ -90,7 +92,7 @@ def start(workspace: Path, timeout: int) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(arguments, cwd=workspace, env=rank_environment(), text=True, **pipes)  # type: ignore[call-overload]
     deadline = time.monotonic() + PATIENCE
-    while not list(workspace.glob("runs/*/metrics.jsonl")):
+    while not begun(workspace):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
@@ -105,13 +107,17 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
         stop_processes(folder.name, grace_s=0.0)
 
 
+def trains(workspace: Path) -> bool:
+    return any(workspace.glob("runs/*/metrics.jsonl"))
+
+
 def left_behind(workspace: Path) -> list[Process]:
     return [found for folder in workspace.glob("runs/small-*") for found in find_processes(folder.name)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_benchmark_that_is_told_to_end_stops_its_run(tmp_path: Path, number: int) -> None:
-    with start(tmp_path, 600) as process:
+    with start(tmp_path, 600, trains) as process:
         assert left_behind(tmp_path)
         process.send_signal(number)
         output, _ = process.communicate(timeout=PATIENCE)
@@ -121,9 +127,10 @@ def test_a_benchmark_that_is_told_to_end_stops_its_run(tmp_path: Path, number: i
 
 
 def test_a_run_that_is_given_up_is_stopped(tmp_path: Path) -> None:
-    with start(tmp_path, 30) as process:
+    with start(tmp_path, 30, left_behind) as process:
         for found in left_behind(tmp_path):
-            os.setpriority(os.PRIO_PROCESS, found.pid, 19)  # it trains till then, beside other tests
+            with suppress(ProcessLookupError):  # one of a start that has ended since
+                os.setpriority(os.PRIO_PROCESS, found.pid, 19)  # it trains till then, beside other tests
         output, _ = process.communicate(timeout=PATIENCE)
     assert "failed: no end after 30 s" in output
     assert process.returncode == 4

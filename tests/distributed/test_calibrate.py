@@ -21,6 +21,7 @@ def tridock(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_plan_takes_its_times_from_what_was_measured(tmp_path: Path) -> None:
     text = tridock(tmp_path, "calibrate", "--nproc", "2", "--output", "cpu.json")
     assert text.startswith("cpu, 2 ranks at the same time\n")

@@ -23,7 +23,7 @@ from tests.distributed.test_restart import Training
 from tridock.contracts import heartbeat
 from tridock.node.agent.processes import find_processes
 from tridock.node.agent.runs import list_runs
-from tridock.train.checkpoints.pickles import megatron_classes, safe_metadata_load, safe_torch_load
+from tridock.train.checkpoints.pickles import megatron_classes, safe_distributed_load, safe_torch_load
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -57,13 +57,16 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, engin
 def test_one_folder_for_all_starts(workspace: Path) -> None:
     """Megatron's ``--save`` and ``--load`` of one folder: the first start finds nothing, the second continues."""
     both = {"train.checkpoint_folder": "saved/", "train.load": "saved", "train.save": True}
+    both["optimizer.lr_decay_iters"] = 6
     first = make_run(workspace, "first-start", 1, **both, **{"train.train_iters": 2})
     done = run(first, 1)
     assert done.codes == [0], done.out[0]
     assert f"{workspace}/saved holds no checkpoint yet: training begins from scratch\n" in done.out[0]
     assert not (first / "checkpoints").exists()
+    (workspace / "saved/.latest.4242.0a1b2c3d.part").write_text("iter_0000002")  # of a rank that was killed
     second = make_run(workspace, "second-start", 1, **both, **{"train.train_iters": 4})
     assert run(second, 1).codes == [0]
+    assert not [path.name for path in (workspace / "saved").iterdir() if path.name.startswith(".")]
     assert [iteration for iteration, split in metrics(second) if split == "train"] == [3, 4]
     assert "checkpoint_loaded" in events(second)
     for name in ("2", "4"):
@@ -96,7 +99,7 @@ def test_metadata_holds_nothing_foreign(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "done")))
-    with safe_metadata_load(), pytest.raises(pickle.UnpicklingError) as caught:
+    with safe_distributed_load(), pytest.raises(pickle.UnpicklingError) as caught:
         FileSystemReader(tmp_path).read_metadata()
     assert str(caught.value) == "posix.mkdir does not belong into a checkpoint's .metadata"
     assert not (tmp_path / "done").exists()
@@ -150,7 +153,7 @@ def test_so_are_those_of_metadata(tmp_path: Path) -> None:
         (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"a": AsGetattr(MEMORY_FORMAT, name)})))  # type: ignore[dict-item]
         return FileSystemReader(tmp_path).read_metadata().state_dict_metadata["a"]
 
-    with safe_metadata_load():
+    with safe_distributed_load():
         assert read("TORCH_CONTIGUOUS_FORMAT") is MEMORY_FORMAT.TORCH_CONTIGUOUS_FORMAT
         with pytest.raises(pickle.UnpicklingError, match="is no member of an enum"):
             read("mro")
@@ -161,7 +164,7 @@ def test_and_the_paths_of_python_3_13(tmp_path: Path) -> None:
 
     pickled = pickle.dumps(Metadata({}, {tmp_path: "a"}), protocol=2)  # type: ignore[arg-type]
     (tmp_path / ".metadata").write_bytes(re.sub(rb"\bcpathlib(\._local)?\n", rb"cpathlib._local\n", pickled))
-    with safe_metadata_load():
+    with safe_distributed_load():
         assert FileSystemReader(tmp_path).read_metadata().planner_data == {tmp_path: "a"}
 
 
@@ -232,7 +235,7 @@ def test_a_scheduler_that_ends_a_job_leaves_a_checkpoint(workspace: Path, number
     (event,) = named(run.folder, "run_preempted")
     assert saved["iteration"] == event["iteration"]
     assert run.restarts() == []
-    assert output.splitlines()[-1] == f"continue with --set train.load=runs/{run.folder.name}/checkpoints"
+    assert output.splitlines()[-1] == f"continue it with tridock resume runs/{run.folder.name}"
     assert f"preempted: saved after iteration {event['iteration']}, as SIGTERM or SIGUSR1 asked\n" in output
     assert find_processes(run.folder.name) == []
     (listed,) = [it for it in list_runs(workspace) if it.run_id == run.folder.name]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.data.test_encoders import assert_same, beside_others, fast, reference, surrogate  # noqa: F401
+from tests.unit.data.test_encoders import assert_same, beside_others, fast, other, reference, surrogate  # noqa: F401
 from tridock.data.tokenize.encoders import Fast, Reference
 
 pytestmark = pytest.mark.distributed
@@ -18,3 +18,11 @@ def test_fast_over_every_character(plane: int, fast: Fast, reference: Reference)
     chosen = [chr(code) for code in range(first, first + 0x10000, step) if not surrogate(code)]
     for start in range(0, len(chosen), BLOCK):
         assert_same(fast, reference, beside_others(chosen[start : start + BLOCK]))
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_the_splits_of_other_models_over_every_character(plane: int, other: Reference) -> None:  # noqa: F811
+    pytest.importorskip("gigatoken")
+    encoder, chosen = Fast(other), [chr(code) for code in range(plane << 16, (plane + 1) << 16) if not surrogate(code)]
+    for start in range(0, len(chosen), BLOCK):
+        assert_same(encoder, other, beside_others(chosen[start : start + BLOCK]))

@@ -12,6 +12,7 @@ import torch
 
 from tests.distributed.ranks import VOCABULARY, Started, asked_for, losses, make_run, run_several, thinned
 from tests.distributed.test_shared_models import LLAMA, PP, QWEN3, STRATEGY, TP, VPP
+from tests.exact_logits import exact_logits
 from tridock.train.huggingface.export import export
 
 pytest.importorskip("safetensors")
@@ -57,8 +58,18 @@ QWEN2_MOE = {
     "model.moe_shared_expert_intermediate_size": 24,
     "model.moe_shared_expert_gate": True,
 }
-MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE}
-KINDS: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3, **MIXTURES}
+OF_ONE = {**QWEN2_MOE, "model.moe_router_topk": 1}
+MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "one-expert": OF_ONE}
+YARN = {**LLAMA, "model.rope_scaling_type": "yarn", "model.original_max_position_embeddings": 8}
+SMOLLM3 = {**LLAMA, "model.no_rope_freq": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "yarn": YARN,
+    "smollm3": SMOLLM3,
+    "qwen3": QWEN3,
+    **MIXTURES,
+}
 OF_MIXTURES = {
     "core-one",
     "core-dp2",
@@ -75,7 +86,7 @@ CASES = {
 }
 SOME_CASES = (
     *("gpt2-zero3", "gpt2-core-tp2", "llama-core-pp2-vpp2", "llama-core-pp2-unequal", "qwen3-tp2", "qwen3-core-tp2"),
-    "qwen2-moe-core-tp2-ep2",
+    *("qwen2-moe-core-tp2-ep2", "yarn-core-tp2", "smollm3-core-pp2-unequal", "one-expert-core-ep2"),
 )
 STILL = {
     "model.num_layers": 4, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "train.train_iters": 1, "train.save": True,
@@ -148,8 +159,7 @@ def test_the_loss_is_that_of_transformers(runs: dict[str, Path], origins: dict[s
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(origins[CASES[name][0]], dtype=torch.float32)
     tokens = torch.cat([torch.load(file) for file in sorted(runs[name].glob("batch-*.pt"))])
-    with torch.no_grad():
-        wanted = model(tokens[:, :-1]).logits.flatten(0, 1)
+    wanted = exact_logits(model, tokens[:, :-1]).flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(wanted, tokens[:, 1:].flatten())
     assert losses(runs[name])[1, "train"] == pytest.approx(float(loss), abs=1e-5)
 
@@ -182,8 +192,7 @@ def test_the_logits_are_those_of_transformers(runs: dict[str, Path], origins: di
     samples = 0
     for replica, file in enumerate(sorted(runs[name].glob("batch-*.pt"))):
         tokens = torch.load(file)
-        with torch.no_grad():
-            wanted = model(tokens[:, :-1]).logits
+        wanted = exact_logits(model, tokens[:, :-1])
         found = logits_of(runs[name], replica, tokens)
         assert found.shape == wanted.shape
         assert wanted.std() > 0.1

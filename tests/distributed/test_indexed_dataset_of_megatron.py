@@ -18,6 +18,7 @@ from tridock.data.dataset.merge import merge
 from tridock.data.dataset.split import by_shares, split
 from tridock.data.dataset.verify import verify
 from tridock.errors import RequestError
+from tridock.train.data.blend import blending_order
 
 pytestmark = pytest.mark.distributed
 
@@ -74,6 +75,16 @@ def test_megatron_splits_at_the_same_documents(documents: int, shares: list[int]
         assert any(first == last for first, last in theirs)
         return
     assert ours == theirs
+
+
+@given(st.lists(st.floats(0.001, 1), min_size=1, max_size=8), st.integers(1, 3000))
+@settings(max_examples=100)
+def test_megatron_blends_in_the_same_order(weights: list[float], size: int) -> None:
+    helpers = pytest.importorskip("megatron.core.datasets.helpers_cpp", exc_type=ImportError)
+    shares = [weight / sum(weights) for weight in weights]
+    sets, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    helpers.build_blending_indices(sets, numbers, np.array(shares), len(shares), size, False)
+    assert (blending_order(shares, size) == np.stack([sets, numbers])).all()
 
 
 @pytest.fixture(scope="module")

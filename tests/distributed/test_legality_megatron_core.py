@@ -16,7 +16,7 @@ import pytest
 from tests.distributed import legality
 from tests.distributed.legality import Case, agree, chosen, reasons_in
 from tridock.experiment.schema import Optimizer
-from tridock.train.schedule import learning_rate
+from tridock.experiment.training import learning_rate
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core", exc_type=ImportError)

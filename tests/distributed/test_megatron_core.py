@@ -44,12 +44,8 @@ from tests.distributed.ranks import (
     asked_for,
     check_communication,
     events,
-    free_port,
     losses,
     metrics,
-    place,
-    process,
-    rank_environment,
     run_several,
     thinned,
 )
@@ -148,7 +144,7 @@ def test_layouts_of_a_gated_mixture_depart_only_where_two_scores_are_as_good_as_
     departed = []
     for (ours, _), (theirs, margins) in zip(found["tp2-sp-ep2"], found["one"], strict=True):
         assert len(ours) == len(theirs) == len(margins) == ITERATIONS
-        apart = [step for step, pair in enumerate(zip(ours, theirs, strict=True)) if abs(pair[0] - pair[1]) > 2e-6]
+        apart = [step for step, pair in enumerate(zip(ours, theirs, strict=True)) if abs(pair[0] - pair[1]) > 1e-5]
         assert not apart or min(margins[: apart[0] + 1]) < 1e-7
         departed.append(bool(apart))
     assert min(found["one"][0][1]) > 5e-7
@@ -190,7 +186,7 @@ def test_what_travels_during_the_computation_changes_no_loss(workspace: Path) ->
         reductions[mode] = int(finished.out[1].rsplit("started: ", 1)[1])
     # Parts of other buckets: their norms are summed up in another order.
     for ours, theirs in zip(found["overlap"], found["wait"], strict=True):
-        assert ours == pytest.approx(theirs, abs=2e-6)
+        assert ours == pytest.approx(theirs, abs=LAYOUT_TOLERANCE)
     assert reductions["overlap"] > reductions["wait"] == 0
 
 
@@ -371,28 +367,6 @@ def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path) ->
     assert "free space there or fix its permissions" in finished.out[0]
     assert "Traceback" not in finished.out[0]
     assert list((folder / "checkpoints").iterdir()) == []
-
-
-def test_nodes_that_share_no_folder_are_told_before_the_first_step(workspace: Path) -> None:
-    """Two ranks with a run's folder each, as on two nodes without a shared disk."""
-    folders = [make_run(workspace, f"apart-{rank}", 2) for rank in range(2)]
-    port = free_port()
-    processes = [
-        process(
-            ["-m", "tridock.train.megatron_core.pretrain_gpt", "--run-folder", str(folder)],
-            rank_environment() | place(rank, 2, port) | {"LOCAL_RANK": "0"},
-            folder / "out",
-            folder / "err",
-            "megatron-core",
-        )
-        for rank, folder in enumerate(folders)
-    ]
-    assert [one.wait(120) for one in processes] == [2, 2]
-    assert (folders[0] / "logs/rank-0.log").read_text().splitlines()[-1] == (
-        "rank 1: train.save: checkpoints of this engine lie in one folder that all nodes share; "
-        f"got a folder of rank 1's node alone: {folders[1]}/checkpoints; "
-        "mount a shared file system there, or set it to false"
-    )
 
 
 @pytest.mark.parametrize(("twin", "ranks"), [("tiny-7.5b", 4), ("tiny-76b", 6)])

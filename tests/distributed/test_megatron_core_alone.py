@@ -89,7 +89,7 @@ def test_samples_in_megatrons_order(tmp_path: Path) -> None:
 import numpy as np
 from tests.dataset_writer import IndexedDatasetWriter
 from tridock.errors import RequestError
-from tridock.train.data.dataset import load_splits
+from tridock.train.data.splits import load_splits
 from tridock.train.megatron_core.samples import gpt_splits
 workspace = Path(sys.argv[1])
 with IndexedDatasetWriter(workspace / "data/x", 2100) as writer:
@@ -97,7 +97,7 @@ with IndexedDatasetWriter(workspace / "data/x", 2100) as writer:
         writer.add_document([] if number == 50 else [number * 20 + place for place in range(20)])
 given = experiment(**{"model.vocab_size": 2100, "data.split": "80,15,5"})
 plain = load_splits(given, workspace)
-splits = gpt_splits(given, workspace, plain)
+splits = gpt_splits(given, workspace)
 for name in splits:
     assert splits[name].per_epoch == plain[name].per_epoch, name
     assert len(splits[name].tokens) == len(plain[name].tokens)
@@ -108,12 +108,20 @@ heads = [sorted(token for sample in epoch for token in sample[:-1].tolist()) for
 for tokens in heads:
     assert len(set(tokens)) == len(tokens) and max(tokens) < 80 * 20
 assert not all((a == b).all() for a, b in zip(first, second))
-again = gpt_splits(given, workspace, plain)["train"]
+again = gpt_splits(given, workspace)["train"]
 assert all((again[number] == train[number]).all() for number in (0, 7, train.per_epoch + 3))
-assert sorted(path.name for path in (workspace / "data").iterdir()) == ["x.bin", "x.idx"]
+with IndexedDatasetWriter(workspace / "data/y", 2100) as writer:
+    for number in range(30):
+        writer.add_document([2000 + place for place in range(20)])
+blend = {"data.data_path": (0.75, "data/x", 0.25, "data/y")}
+mixed = gpt_splits(experiment(**{"model.vocab_size": 2100, "data.split": "80,15,5", **blend}), workspace)["train"]
+taken = [int(mixed[number].min()) >= 2000 for number in range(400)]
+assert sum(taken) == 100 and max(sum(taken[i : i + 4]) for i in range(0, 400, 4)) <= 2
+assert all((mixed.parts[0][number] == train[number]).all() for number in (0, 7))
+assert sorted(path.name for path in (workspace / "data").iterdir()) == ["x.bin", "x.idx", "y.bin", "y.idx"]
 small = experiment(**{"model.vocab_size": 3, "data.split": "80,15,5"})
 try:
-    gpt_splits(small, workspace, load_splits(small, workspace))["valid"][0]
+    gpt_splits(small, workspace)["valid"][0]
 except RequestError as error:
     print(str(error).split("; got")[0])
 """,
@@ -129,8 +137,8 @@ print([positions(8, rank, 2).tolist() for rank in range(2)], positions(4, 0, 1).
 from tridock.train.megatron_core.model import seed_of
 print(seed_of("a", 1) == seed_of("a", 1), len({seed_of("a", 1), seed_of("b", 1), seed_of("a", 2)}))
 from tridock.engines import ENGINES
-from tridock.experiment.weights import model_parameters
-print(ENGINES["megatron-core"].padded_vocab_size(512, experiment(**{"parallel.tensor_model_parallel_size": 8})))
+from tridock.experiment.parameters import model_parameters
+print(ENGINES["megatron-core"].rules.padded_vocab_size(512, experiment(**{"parallel.tensor_model_parallel_size": 8})))
 print(model_parameters(experiment().model, 9))
 """)
     size = 2 * (12 * 16 * 16 + 13 * 16) + (9 + 8) * 16 + 2 * 16

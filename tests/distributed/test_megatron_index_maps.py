@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,9 @@ import pytest
 from tests.distributed.ranks import free_port, rank_environment
 from tests.distributed.test_megatron_v115 import PP, TP, WARMUP, ZERO, experiment, train
 from tests.experiments import make_plan
-from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
-from tridock.engines.megatron_lm.arguments import INDEX_MAPS, index_map_arguments
+from tridock.engines.megatron_lm.program import INDEX_MAPS, index_map_arguments
 from tridock.experiment import dump_experiment
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -32,11 +32,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {PP: 2, ZERO: 1, "train.seed": 7, "model.checkpoint_activations": True, "model.partition_activations": True},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return patched_source(tmp_path_factory.mktemp("megatron") / "source")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +107,32 @@ def test_maps_of_which_a_part_is_missing_and_those_of_other_data_are_rebuilt(wor
     other = json.loads(make(workspace, source, 1, **{"data.split": "70,20,10"}).stdout)
     assert other["made"] == 9
     assert maps(workspace) != whole
+
+
+class Evil:
+    """Does something when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_map_that_is_a_pickle_is_refused_by_name_and_runs_nothing(
+    workspace: Path, source: Path, tmp_path: Path
+) -> None:
+    """It comes with the data, and ``_indexmap.sha256`` says that it belongs to them."""
+    assert make(workspace, source, 1).returncode == 0
+    (victim,) = (workspace / DATA).glob("*_train_*_doc_idx.npy")
+    victim.write_bytes(pickle.dumps(Evil(tmp_path / "done")))
+    refused = f"{victim}: is no array of NumPy, as every index map is; remove it: a run makes its index maps itself"
+    done = make(workspace, source, 1)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, refused)
+    _, finished = train(workspace, source, "hostile", 1, **SHORT)
+    assert finished.codes == [2]
+    assert refused in finished.out[0]
+    assert not (tmp_path / "done").exists()
 
 
 def test_what_cannot_be_done_is_said_in_one_line(workspace: Path, source: Path, tmp_path: Path) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from tests.distributed import disturbed
+from tests.distributed.kills import survive
 from tests.distributed.ranks import Finished, Started, check_communication, events, losses, metrics
 from tests.experiments import make_plan, with_fields
-from tests.megatron_source import patched_source
+from tridock.contracts.tokenizers import sha256_of_data
 from tridock.data.corpus import prepare_demo
-from tridock.engines import engine_of, rank_program
+from tridock.engines import cost_model_of, rank_program
 from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
 from tridock.experiment import Experiment, dump_experiment
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.plan.memory import memory_of_stage
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -40,11 +41,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2": (4, {TP: 2, PP: 2}),
     "tp2-pp2-dp2-zero1": (8, {TP: 2, PP: 2, ZERO: 1}),
 }
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return patched_source(tmp_path_factory.mktemp("megatron") / "source")
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +93,11 @@ def begin(
     world_size: int,
     fault: str | None = None,
     module: str | None = None,
+    by: str = "checkpointed",
+    imports: str | None = None,
     **fields: Any,
 ) -> tuple[Path, Started]:
-    """Starts a run, or another ``module`` with its arguments; ``fault`` is one of ``checkpointed``."""
+    """Starts a run, or another ``module`` with its arguments; ``fault`` is one of the program ``by``."""
     folder = workspace / "runs" / name
     folder.mkdir(parents=True)
     plan = make_plan(experiment(**fields), {"localhost": range(world_size)}, name)
@@ -111,8 +109,8 @@ def begin(
     env = {**program.env, "TRIDOCK_MEGATRON": str(source)}
     arguments = ["-m", module or program.module]
     if fault is not None:
-        arguments = ["-m", "tests.distributed.checkpointed", program.module, fault]
-    return folder, Started([*arguments, *program.arguments], folder, world_size, env)
+        arguments = ["-m", f"tests.distributed.{by}", program.module, fault]
+    return folder, Started([*arguments, *program.arguments], folder, world_size, env, imports)
 
 
 def train(workspace: Path, source: Path, name: str, world_size: int, **fields: Any) -> tuple[Path, Finished]:
@@ -182,8 +180,8 @@ def test_no_rank_of_zero_3_holds_the_model_whole(workspace: Path, source: Path, 
         finished = started.wait(PATIENCE)
     assert finished.codes == [0] * world_size, finished.out[0][-5000:]
     given, replicas = experiment(**fields), world_size // fields.get(TP, 1)
-    start = memory_of_stage(given, 0, Shape(replicas, 1, world_size), None).startup_bytes
-    whole = 4 * engine_of(given).parameters(given, 0).total
+    start = memory_of_stage(given, 0, LayoutShape(replicas, 1, world_size), None).startup_bytes
+    whole = 4 * cost_model_of(given).parameters(given, 0).total
     for out in finished.out:
         building, starting = json.loads(out.splitlines()[-1])
         assert whole / replicas < building < whole / replicas + 2 * LARGEST
@@ -309,8 +307,13 @@ def test_a_resumed_run_continues_the_very_same_losses(workspace: Path, source: P
     assert finished.codes == [0] * world_size, finished.out[0][-5000:]
     assert "checkpoint_saved" in events(first)
     replicas = make_plan(experiment(**fields), {"localhost": range(world_size)}, layout).data_parallel_size
-    written = json.loads((first / "checkpoints" / "layout.json").read_text())
-    assert written == CheckpointLayout.of(experiment(**fields), replicas).to_json()
+    (saved,) = first.glob("checkpoints/*/layout.json")
+    written = json.loads(saved.read_text())
+    made_with = sha256_of_data(workspace / experiment(**fields).data.data_path)
+    assert made_with
+    ours = CheckpointLayout.of(experiment(**fields), replicas)
+    assert written.pop("training")["optimizer.lr_decay_iters"] == "10"
+    assert written == {**ours.to_json(), "tokenizer_sha256": made_with}
     assert "checkpoint_loaded" in events(part)
     assert train_losses(part) == train_losses(whole)[6:]
 
@@ -325,13 +328,29 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, sourc
     disturbed.live_through(start, "*zero_pp_rank_1*", 1)
 
 
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("points", [2, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["zero1", pytest.param("ddp", marks=pytest.mark.full)])
+def test_a_kill_at_any_point_of_a_save_changes_no_loss(workspace: Path, source: Path, layout: str, points: int) -> None:
+    _, fields = LAYOUTS[layout]
+    dropout = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+    name = f"{layout}-{points}-kills"
+
+    def start(run: str, fault: str | None, **more: Any) -> tuple[Path, Started]:
+        given = {**fields, **dropout, **more}
+        return begin(workspace, source, f"{name}-{run}", 2, fault, by="killed", imports="deepspeed", **given)
+
+    survive(start, workspace, name, points)
+
+
 def test_what_upstream_alone_has_written_is_loaded(workspace: Path, source: Path) -> None:
-    """It lists no files: such a checkpoint is upstream's to judge."""
+    """It lists no files: such a checkpoint is upstream's to judge, also beside one that Tridock has set aside."""
     schedule = {WARMUP: 0, "optimizer.lr_decay_iters": 4, "train.eval_interval": 0}
     saving = {"parallel.strategy": "ddp", "train.save": True, "train.train_iters": 2, **schedule}
     first, finished = train(workspace, source, "listed", 2, **saving)
     assert finished.codes == [0, 0], finished.out[0][-5000:]
-    (first / "checkpoints/iter_0000002/files.json").unlink()
+    (first / "checkpoints/iter_0000004.set-aside-1").mkdir()
+    (first / "checkpoints/iter_0000002/files.json").rename(first / "checkpoints/iter_0000004.set-aside-1/files.json")
     load = {"train.load": "runs/listed/checkpoints", "train.train_iters": 4}
     folder, finished = train(workspace, source, "unlisted", 2, **(saving | load))
     assert finished.codes == [0, 0], finished.out[0][-5000:]
@@ -357,6 +376,17 @@ def test_one_folder_for_all_starts(workspace: Path, source: Path, strategy: str)
         folders.append(folder)
     assert [len(train_losses(folder)) for folder in folders] == [2, 2]
     assert ["checkpoint_loaded" in events(folder) for folder in folders] == [False, True]
+    # Another schedule is chosen, which upstream then overrides.
+    other = {**fields, "train.train_iters": 6, "optimizer.min_lr": 1e-3}
+    _, finished = train(workspace, source, f"{strategy}-refused", 1, **other)
+    assert finished.codes == [2]
+    text = f"optimizer.min_lr: the checkpoint {saved} was saved with "
+    assert [line.startswith(text) for line in finished.out[0].splitlines()][-1], finished.out[0]
+    folder, finished = train(
+        workspace, source, f"{strategy}-chosen", 1, **other, **{"train.override_checkpoint": ["optimizer.min_lr"]}
+    )
+    assert finished.codes == [0], finished.out[0][-5000:]
+    assert [it["lr"] for (_, split), it in metrics(folder).items() if split == "train"] == [1e-3, 1e-3]
 
 
 def test_a_missing_checkpoint_is_no_fresh_start(workspace: Path, source: Path) -> None:

@@ -13,10 +13,9 @@ import pytest
 
 from tests.distributed.ranks import ask
 from tests.experiments import make_plan
-from tests.megatron_source import patched_source
-from tridock.engines import engine_of, rank_program
+from tridock.engines import cost_model_of, rank_program
 from tridock.experiment import Experiment
-from tridock.experiment.weights import model_parameters
+from tridock.experiment.parameters import model_parameters
 from tridock.plan.legality import layout_problems
 
 pytest.importorskip("torch")
@@ -62,6 +61,8 @@ KINDS: list[dict[str, Any]] = [
     {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False},
     {"swiglu": True, "qk_layernorm": True, "untie_embeddings_and_output_weights": True},
     {"normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True},
+    {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "add_attention_bias": True},
+    {"normalization": "RMSNorm", "qk_layernorm": True, "qk_layernorm_all_heads": True, "use_post_norm": True},
     {"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True, "ffn_hidden_size": 24},
 ]
 """GPT-2's layers, Llama's, and mixtures."""
@@ -149,11 +150,11 @@ def counted(engine: str, cases: Sequence[Case], arguments: Sequence[Sequence[str
 
 def agree(cases: Sequence[Case], found: Sequence[Sequence[int]]) -> None:
     for one, weights in zip(cases, found, strict=True):
-        engine, stages = engine_of(one.experiment), map(one.stage, range(one.world_size))
-        planned = [engine.parameters(one.experiment, stage).total for stage in stages]
+        model, stages = cost_model_of(one.experiment), map(one.stage, range(one.world_size))
+        planned = [model.parameters(one.experiment, stage).total for stage in stages]
         assert list(weights) == planned, one
         if one.world_size == 1:
-            rows = engine.rows_of_vocabulary(one.experiment)
+            rows = model.rules.rows_of_vocabulary(one.experiment)
             assert weights[0] == model_parameters(one.experiment.model, rows), one
 
 
@@ -188,11 +189,6 @@ def test_torch() -> None:
         one = case("torch", model, {"strategy": "ddp"})
         built = GPT(Shape.of(one.experiment.model, model["vocab_size"]))
         agree([one], [[sum(weight.numel() for weight in built.parameters())]])
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return patched_source(tmp_path_factory.mktemp("megatron") / "source")
 
 
 def vocabulary(folder: Path, tokens: int) -> tuple[str, str]:
@@ -252,5 +248,5 @@ def test_the_attention_of_megatron_v115_is_upstreams(source: Path, tmp_path: Pat
     argv = [*command_line(one, tmp_path), *more]
     (line,) = ask(["attention_of_v115"], "deepspeed", [argv], TRIDOCK_MEGATRON=str(source))
     found = json.loads(line)
-    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)
     assert 0 < found["gradient"] < 1e-5  # equal ones would be the same code

@@ -23,6 +23,7 @@ from tests.unit.data.test_preprocess import TEXTS, request
 from tests.unit.data.test_resumable_build import work
 from tridock.data.preprocess import preprocess
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
+from tridock.errors import RequestError
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,10 @@ def test_the_same_bytes_as_the_obvious_writer(
     for workers in (1, 2, 3):
         prefix = folder / f"w{workers}"
         wanted = request(tokenizer, prefix, folder / "a", folder / "b", eod=eod, workers=workers, chunk_bytes=size)
+        if not expected[0]:
+            with pytest.raises(RequestError, match="gives no token"):
+                preprocess(wanted)
+            continue
         done = preprocess(wanted)
         assert [done.prefix.with_suffix(suffix).read_bytes() for suffix in (".bin", ".idx")] == expected
         assert (done.documents_in, done.documents_out, done.rejected) == (len(documents), len(documents), 0)

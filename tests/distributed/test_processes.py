@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -306,7 +305,7 @@ def test_signals_end_a_run(workspace: Path, number: int, code: int, word: str) -
     with start(folder, 2) as started:
         started.until("iteration")
         for process in started.processes:
-            os.kill(process.pid, number)
+            process.send_signal(number)  # the second may have noticed the end of the first, and gone
         finished = started.wait()
     # Whichever rank comes second may notice the loss of the first before its own signal.
     assert code in finished.codes
@@ -322,7 +321,7 @@ def test_signals_end_a_run(workspace: Path, number: int, code: int, word: str) -
 def test_a_checkpoint_that_does_not_fit(workspace: Path) -> None:
     saved = make_run(workspace, "saved", 2, **ZERO3, **{"train.save": True, "train.train_iters": 2})
     assert_clean(run(saved, 2))
-    load = {"train.load": "runs/saved/checkpoints"}
+    load = {"train.load": "runs/saved/checkpoints", "train.train_iters": 2}
     where = f"the checkpoint {saved}/checkpoints/iter_0000002 was saved with"
     todo = "use the same, or start from scratch"
     fields = load | {"model.num_layers": 3, "parallel.strategy": "zero", "parallel.zero_stage": 2}
@@ -332,6 +331,11 @@ def test_a_checkpoint_that_does_not_fit(workspace: Path) -> None:
         f"precision: {where} fp32; got bf16; {todo}"
     )
     refused(make_run(workspace, "misfit", 2, **fields, precision="bf16"), 2, message)
+    message = (
+        f"batch.global_batch_size: {where} 8; got 16; use the same, or choose the new values: "
+        "--set 'train.override_checkpoint=[batch.global_batch_size]'"
+    )
+    refused(make_run(workspace, "other-batch", 2, **ZERO3, **load, **{"batch.global_batch_size": 16}), 2, message)
     lost = saved / "checkpoints/iter_0000002/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     lost.unlink()
     message = (

@@ -20,8 +20,8 @@ from tridock.contracts import run_folder
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import HeldLease, newest
 from tridock.contracts.run_state import exit_code_of, is_supervised
-from tridock.contracts.sinks import Tracker, find_python
 from tridock.contracts.supervision import Reach
+from tridock.contracts.trackers import Tracker, find_python
 from tridock.errors import RequestError
 from tridock.node.agent.processes import find_processes
 from tridock.node.supervisor.process import start
@@ -107,13 +107,13 @@ def test_orphans_of_a_launcher_that_is_killed_go_with_it(make: Make, script: str
 
 
 def test_a_watch_that_is_killed_is_replaced_and_the_run_continues(make: Make) -> None:
-    run = make(steps=150)
+    run = make()
     run.start()
     run.train()
     (agent,) = run.others("agent")
     os.kill(agent, signal.SIGKILL)
     run.until(lambda: [pid for pid in run.others("agent") if pid != agent])
-    assert run.end() == 0
+    assert run.finish() == 0
 
 
 REACH = """
@@ -152,17 +152,12 @@ def test_without_a_supervisor_the_ranks_end_by_themselves(make: Make) -> None:
     run.train()
     (supervisor,) = run.others("start")
     os.kill(supervisor, signal.SIGKILL)
-    assert 15.0 < run.until(lambda: find_processes(run.folder.name) == []) < 30.0
+    assert run.until(lambda: find_processes(run.folder.name) == []) > 15.0
     assert not is_supervised(run.folder)
     assert exit_code_of(run.folder) is None
-    assert run.events() == [
-        {
-            "event": "head_lost",
-            "node": "here",
-            "cause": "head_silent",
-            "reason": "heard nothing from the head for 20 s",
-        },
-    ]
+    (event,) = run.events()
+    assert re.fullmatch(r"heard nothing from the head for 2\d s", event.pop("reason"))
+    assert event == {"event": "head_lost", "node": "here", "cause": "head_silent"}
     run.until(lambda: not run.others("agent"))
 
 
@@ -173,19 +168,19 @@ def test_a_supervisor_that_stood_still_restarts_the_run(make: Make) -> None:
     run.train()
     (supervisor,) = run.others("start")
     os.kill(supervisor, signal.SIGSTOP)
-    run.until(lambda: find_processes(run.folder.name) == [], 60.0)
+    run.until(lambda: find_processes(run.folder.name) == [])
     os.kill(supervisor, signal.SIGCONT)
     assert run.end() == 0
     lost, restarted, *_ = run.events("head_lost", "run_restarted", "run_failed", "rank_died")
-    assert lost["reason"] == "heard nothing from the head for 25 s"
-    assert restarted["reason"] == "here heard nothing from the head for 25 s"
+    assert re.fullmatch(r"heard nothing from the head for (2[5-9]|3\d) s", lost["reason"])
+    assert restarted["reason"] == f"here {lost['reason']}"
 
 
 def test_a_supervisor_that_is_killed_has_a_successor(make: Make) -> None:
     """The head's own agent is the first in line. Every node is this machine here. A tracker has each point once."""
     python = find_python("tensorboard")
     trackers = (Tracker("tensorboard", offline=True),) if python else ()
-    run = make(max_restarts=2, steps=900, remote=("there",), reach=Reach(), trackers=trackers)
+    run = make(max_restarts=2, remote=("there",), reach=Reach(), trackers=trackers)
     metrics = run.folder / run_folder.METRICS
 
     def log(*iterations: int) -> None:
@@ -195,11 +190,11 @@ def test_a_supervisor_that_is_killed_has_a_successor(make: Make) -> None:
     run.start()
     log(*range(1, 21))
     run.train(beyond=20)
-    sent = run.folder / ".sinks" / "tensorboard.json"
+    sent = run.folder / ".trackers" / "tensorboard.json"
     run.until(lambda: not trackers or (sent.exists() and '"train": 20' in sent.read_text()))
     (supervisor,) = run.others("start")
     os.kill(supervisor, signal.SIGKILL)
-    run.until(lambda: run.events("run_restarted"), 60.0)
+    run.until(lambda: run.events("run_restarted"))
     assert is_supervised(run.folder)
     (taken,) = run.events("taken_over")
     reason = "here does not supervise the run any more"
@@ -208,7 +203,7 @@ def test_a_supervisor_that_is_killed_has_a_successor(make: Make) -> None:
     assert (restarted["attempt"], restarted["reason"]) == (1, reason)
     assert restarted["iteration"] >= 20
     log(*range(15, 31))  # from the checkpoint on
-    assert run.end(60.0) == 0
+    assert run.finish() == 0
     if python:
         run.until(lambda: '"train": 30' in sent.read_text())
         points = subprocess.run([python, "-c", POINTS, run.folder], capture_output=True, text=True, check=True)
@@ -285,7 +280,7 @@ def test_a_rank_that_is_stopped_is_named(make: Make) -> None:
     assert run.end() == 4
     (event,) = run.events()
     assert (event["rank"], event["node"]) == (1, "here")
-    text = r"is stopped \(SIGSTOP, or a debugger\); no progress for [2-5] s, phase train after iteration \d+"
+    text = r"is stopped \(SIGSTOP, or a debugger\); no progress for ([2-9]|\d\d) s, phase train after iteration \d+"
     assert re.fullmatch(text, event["reason"])
 
 
@@ -327,13 +322,14 @@ def test_a_stop_ends_the_run_and_does_not_begin_it_again(make: Make) -> None:
     run.train()
     answer = json.loads(run.stop().stdout)
     assert answer["remaining"] == 0
-    assert run.end(0.1) == 143
+    assert exit_code_of(run.folder) == 143
+    assert run.end() == 143
     assert run.events("run_restarted", "not_restarted") == []
 
 
 def test_a_second_run_with_the_port_of_one_that_is_starting_is_refused(make: Make) -> None:
     port = free_port()
-    run, second = make(steps=10, master_port=port), make(master_port=port)
+    run, second = make(master_port=port), make(master_port=port)
     run.start()
     with pytest.raises(RequestError) as caught:
         start(second.folder)
@@ -342,11 +338,11 @@ def test_a_second_run_with_the_port_of_one_that_is_starting_is_refused(make: Mak
         "leave launch.master_port out, or give each run its own"
     )
     assert not is_supervised(second.folder)
-    assert run.end() == 0
+    assert run.finish() == 0
 
 
 def test_a_second_run_beside_a_failing_one_notices_nothing(make: Make) -> None:
-    other, run = make(steps=200), make(max_restarts=1)
+    other, run = make(), make(max_restarts=1)
     other.start()
     run.start()
     for one in (other, run):
@@ -358,5 +354,5 @@ def test_a_second_run_beside_a_failing_one_notices_nothing(make: Make) -> None:
     run.stop()
     assert run.end() == 143
     assert {process.pid for process in find_processes(other.folder.name)} == before
-    assert other.end() == 0
-    assert other.events() == [{"event": "run_finished", "iteration": 200}]
+    assert other.finish() == 0
+    assert [event["event"] for event in other.events()] == ["run_finished"]

@@ -22,6 +22,7 @@ from tests.distributed.test_shared_models import PP, SCHEDULE, STRATEGY, TP, VPP
 from tridock.cli import main
 from tridock.data.dataset.manifest import DatasetManifest, write_manifest
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
+from tridock.engines.progress import read_progress
 from tridock.train.data.dataset import mixed_seed
 from tridock.train.huggingface.generate import built
 from tridock.train.huggingface.saved import Saved
@@ -128,6 +129,8 @@ def test_it_is_the_text_of_the_whole_model(runs: dict[str, Path], name: str) -> 
     model = built(saved, torch.device("cpu"))
     assert saved.tokenizer is not None
     tokenizer = HuggingFaceTokenizer(saved.tokenizer)
+    (last,) = runs[name].glob("checkpoints/iter_*4")
+    assert read_progress(last).tokenizer_sha256 == saved.made_with == tokenizer.sha256
     wanted = []
     for row, prompt in enumerate(PROMPTS):
         ids, own = tokenizer.encode([prompt])[0].tolist() or [0], []

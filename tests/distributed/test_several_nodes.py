@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ def test_another_experiment_on_one_node_stops_both(tmp_path: Path) -> None:
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["unused"]
 
 
+def test_shards_on_disks_of_their_own(tmp_path: Path) -> None:
+    port, folders = free_port(), [tmp_path / "a", tmp_path / "b"]
+    changes = [f"--set={it}" for it in ("parallel.strategy=fsdp", "parallel.zero_stage=0", "train.save=true")]
+    processes = [node(folder, experiment_in(folder), rank, port, *changes) for rank, folder in enumerate(folders)]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (run,) = [it.name for it in (folders[0] / "runs").iterdir() if (it / "exit_code").exists()]
+    saved = [folder / "runs" / run / "checkpoints" / "iter_0000008" for folder in folders]
+    parts = [[it.name for it in folder.iterdir() if it.suffix == ".distcp"] for folder in saved]
+    assert parts == [["__0_0.distcp"], ["__1_0.distcp"]]
+
+
 def test_a_failed_run_names_the_rank_that_failed(tmp_path: Path) -> None:
     (tmp_path / "lost").mkdir()
     (tmp_path / "lost" / LATEST).write_text("global_step5")  # its pointer only: the launch reads no more
@@ -89,16 +102,20 @@ def test_ctrl_c_on_one_node_leaves_nothing_behind(tmp_path: Path) -> None:
         if "iteration" in line:
             break
     second.send_signal(signal.SIGINT)
-    output = second.communicate(timeout=60)[0]
+    output = second.communicate(timeout=PATIENCE)[0]
     assert second.returncode == 130, output
     assert "stopping run small-" in output
     # Both nodes are this machine here, so that the processes of both were found and stopped.
     first.communicate(timeout=PATIENCE)
     assert first.returncode not in (0, None)
-    assert not [path for path in Path("/proc").iterdir() if path.name.isdecimal() and _is_rank_of(path, tmp_path)]
+    # An agent leaves after the command that it was there for.
+    deadline = time.monotonic() + PATIENCE
+    while left := [path for path in Path("/proc").iterdir() if path.name.isdecimal() and _names(path, tmp_path)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
-def _is_rank_of(process: Path, folder: Path) -> bool:
+def _names(process: Path, folder: Path) -> bool:
     try:
         return str(folder).encode() in (process / "cmdline").read_bytes()
     except OSError:

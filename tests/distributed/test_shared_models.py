@@ -55,12 +55,21 @@ LLAMA = {
 QWEN3 = {
     **LLAMA, "model.kv_channels": 12, "model.qk_layernorm": True, "model.untie_embeddings_and_output_weights": True,
 }  # fmt: skip
-KINDS = {"llama": LLAMA, "qwen3": QWEN3}
+# A norm of small outputs grows what the layouts round differently.
+OLMO2 = {
+    **LLAMA, "model.qk_layernorm": True, "model.qk_layernorm_all_heads": True, "model.use_post_norm": True,
+    "model.init_method_std": 0.2,
+}  # fmt: skip
+GRANITE = {
+    **LLAMA, "model.add_attention_bias": True, "model.embedding_multiplier": 3.0, "model.residual_multiplier": 0.5,
+    "model.attention_multiplier": 0.2, "model.logits_scaling": 0.5, "model.no_rope_freq": 2,
+}  # fmt: skip
+KINDS = {"llama": LLAMA, "qwen3": QWEN3, "olmo2": OLMO2, "granite": GRANITE}
 OF_KINDS = {
     ranks: {f"{kind}-{name}": {**own, **it} for kind, own in KINDS.items() for name, it in layouts.items()}
     for ranks, layouts in ((1, {"alone": {}}), (2, TWO), (4, FOUR))
 }
-SOME_OF_KINDS = ("qwen3-zero3", "qwen3-tp2", "llama-pp2-interleaved", "qwen3-pp2")
+SOME_OF_KINDS = ("olmo2-tp2", "granite-tp2", "qwen3-zero3", "qwen3-tp2", "llama-pp2-interleaved", "qwen3-pp2")
 SHORT: dict[str, dict[str, Any]] = {
     f"{name}-{precision}": {**TWO[name], "precision": precision, "train.train_iters": 8, "fp16.initial_scale_power": 10}
     for name in ("ddp", "fsdp", "tp2", "pp2")

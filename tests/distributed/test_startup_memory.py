@@ -10,9 +10,9 @@ import pytest
 
 from tests.distributed.ranks import Started, make_run
 from tridock.contracts.run_folder import DEEPSPEED_CONFIG, EXPERIMENT
-from tridock.engines import engine_of
+from tridock.engines import cost_model_of
 from tridock.experiment import load_experiment
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.plan.memory import memory_of_stage
 
 pytestmark = pytest.mark.distributed
@@ -64,8 +64,10 @@ def planned(folder: Path, rank: int, world_size: int) -> int:
     parallel = experiment.parallel
     stages = parallel.pipeline_model_parallel_size
     data = world_size // (stages * parallel.tensor_model_parallel_size)
-    stage, shape = rank * stages // world_size, Shape(data, 1, world_size)
-    states = engine_of(experiment).states(experiment, engine_of(experiment).parameters(experiment, stage), shape, "cpu")
+    stage, shape = rank * stages // world_size, LayoutShape(data, 1, world_size)
+    states = cost_model_of(experiment).states(
+        experiment, cost_model_of(experiment).parameters(experiment, stage), shape, "cpu"
+    )
     started = memory_of_stage(experiment, stage, shape, None).startup_bytes
     return started - (states.bucket if parallel.zero_stage == 3 else 0)
 
@@ -79,7 +81,7 @@ def torch_peaks(workspace: Path) -> dict[str, list[int]]:
 def test_no_rank_holds_a_sharded_model_whole(workspace: Path, torch_peaks: dict[str, list[int]], name: str) -> None:
     experiment = load_experiment(workspace / "runs" / name / EXPERIMENT)
     whole = experiment.model_copy(update={"parallel": type(experiment.parallel)(strategy="ddp")})
-    assert max(torch_peaks[name]) < 4 * engine_of(whole).parameters(whole, 0).total
+    assert max(torch_peaks[name]) < 4 * cost_model_of(whole).parameters(whole, 0).total
 
 
 @pytest.mark.parametrize("name", [*SHARDED, *WHOLE])

@@ -12,7 +12,7 @@ import torch
 from tests.distributed.ranks import VOCABULARY, Started, asked_for, make_run, run_several, thinned
 from tests.distributed.test_huggingface import CORE, PP, SP, STILL, STRATEGY, TP, VPP
 from tridock.experiment import load_experiment
-from tridock.experiment.families import config_of
+from tridock.experiment.transformers_config import config_of
 from tridock.experiment.transformers_weights import transformers_shapes
 
 pytest.importorskip("safetensors")

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.distributed.ranks import ask, asked_for, thinned
-from tridock.engines import engine_of
+from tridock.engines import cost_model_of
 from tridock.engines.deepspeed import REUSED
 from tridock.experiment import Experiment
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.layout.traffic import all_gather, all_reduce
 
 pytest.importorskip("torch")
@@ -34,7 +34,7 @@ Call = tuple[str, int, str, int]  # group, ranks, operation, bytes
 
 class Case(NamedTuple):
     experiment: Experiment
-    shape: Shape
+    shape: LayoutShape
 
     @property
     def stages(self) -> int:
@@ -67,7 +67,7 @@ def case(
         "precision": precision,
         "train": {"train_iters": 2},
     }
-    return Case(Experiment.model_validate(fields), Shape(data=data, accumulation=steps, slots=64))
+    return Case(Experiment.model_validate(fields), LayoutShape(data=data, accumulation=steps, slots=64))
 
 
 def full(method: str, layers: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def sent(calls: Sequence[Call], stages: int) -> Volumes:
 
 
 def planned(one: Case, stage: int) -> Volumes:
-    found = engine_of(one.experiment).traffic_of_stage(one.experiment, one.shape, stage)
+    found = cost_model_of(one.experiment).traffic_of_stage(one.experiment, one.shape, stage)
     return {(group.group, group.size): group.bytes_per_rank for group in found}
 
 
@@ -201,7 +201,7 @@ def test_megatron_core(name: str, of_megatron_core: dict[str, list[list[Call]]])
         assert volumes == pytest.approx(planned(one, stage), rel=2e-3), stage
     busiest = {
         (group.group, group.size): group.bytes_per_rank
-        for group in engine_of(one.experiment).traffic(one.experiment, one.shape)
+        for group in cost_model_of(one.experiment).traffic(one.experiment, one.shape)
     }
     most = {place: max(volumes.get(place, 0.0) for volumes in found) for volumes in found for place in volumes}
     assert most == pytest.approx(busiest, rel=2e-3)

@@ -12,11 +12,10 @@ import pytest
 from tests.distributed.ranks import Started
 from tests.distributed.test_megatron_v115 import PATIENCE, PP, TP, ZERO, experiment
 from tests.experiments import make_plan
-from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
-from tridock.engines import engine_of, rank_program
+from tridock.engines import cost_model_of, rank_program
 from tridock.experiment import dump_experiment
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.layout.traffic import all_gather, all_reduce
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -32,11 +31,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2": (4, {TP: 2, PP: 2}),
     "pp2-zero1": (4, {PP: 2, ZERO: 1, **FP16}),
 }
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return patched_source(tmp_path_factory.mktemp("megatron") / "source")
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +83,11 @@ def test_megatron_v115(name: str, workspace: Path, source: Path) -> None:
 
     model = resolved.model.model_copy(update={"vocab_size": TOKENS})
     steps = (given.batch.global_batch_size or 0) // (given.batch.micro_batch_size * plan.data_parallel_size)
-    shape, stages = Shape(plan.data_parallel_size, steps, world), resolved.parallel.pipeline_model_parallel_size
+    shape, stages = LayoutShape(plan.data_parallel_size, steps, world), resolved.parallel.pipeline_model_parallel_size
     for rank in range(world):
         planned: defaultdict[str, float] = defaultdict(float)
         given = resolved.model_copy(update={"model": model})
-        for one in engine_of(given).traffic_of_stage(given, shape, rank * stages // world):
+        for one in cost_model_of(given).traffic_of_stage(given, shape, rank * stages // world):
             planned["messages" if one.group == "pipeline" else "collectives"] += one.bytes_per_rank
         # ZeRO leaves out the gradient of the positions that a last stage has no use for.
         near = 0.02 if resolved.parallel.zero_stage == 1 and stages > 1 else 1e-3

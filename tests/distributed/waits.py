@@ -28,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.forks import answers, cases, in_a_fork
 from tests.distributed.pretended import micro_batches, prepare, prepared
 from tridock.engines.deepspeed import deepspeed_config
+from tridock.engines.torch.fsdp import is_sharded
 from tridock.experiment import Experiment
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.parallel.mesh import Mesh
 from tridock.train.parallel.mesh_strategy import MeshStrategy
-from tridock.train.parallel.strategies import DistributedDataParallel, Strategy, Zero, is_sharded
+from tridock.train.parallel.strategies import DistributedDataParallel, Strategy, Zero
 from tridock.train.rank.process_group import Ranks
 
 OWNERS = ("/tridock/train/", "/megatron/", "/deepspeed/")

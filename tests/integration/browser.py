@@ -65,7 +65,7 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = 30.0) -> Any:
+    def wait(self, expression: str, timeout_s: float = 120.0) -> Any:
         """Its value once that is true."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.run(expression)):

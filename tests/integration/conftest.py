@@ -35,25 +35,15 @@ OWN_UID = os.getuid()
 REQUIRED = os.environ.get("TRIDOCK_REQUIRE_INTEGRATION") == "1"
 
 
-# Modules that share a cluster run in one worker, one after the other.
-CLUSTERS = {
-    "test_bad_input": "rack",
-    "test_data_on_hosts": "rack",
-    "test_docker_hosts": "rack",
-    "test_doctor": "rack",
-    "test_megatron": "rack",
-    "test_queue_over_ssh": "rack",
-    "test_run": "rack",
-    "test_two_operators": "rack",
-    "test_slurm": "slurm",
-    "test_guide_slurm": "slurm",
-}
-# These begin first: the rack, whose worker builds the image; what needs no image meanwhile; then the longest.
+# Modules that share a cluster run in one worker, one after the other; two workers have a rack each.
+RACK_1 = ("test_bad_input", "test_docker_hosts", "test_queue_over_ssh", "test_megatron", "test_run")
+RACK_2 = ("test_doctor", "test_disks_of_hosts", "test_data_on_hosts", "test_two_operators", "test_first_cluster")
+SLURM = ("test_slurm", "test_guide_slurm")
+CLUSTERS = {**dict.fromkeys(RACK_1, "rack"), **dict.fromkeys(RACK_2, "rack-2"), **dict.fromkeys(SLURM, "slurm")}
+# These begin first: a rack, whose worker builds the image; what needs no image meanwhile; then the longest.
 FIRST = (
-    *("test_bad_input", "test_data_on_hosts", "test_queue_over_ssh", "test_docker_hosts", "test_doctor"),
-    *("test_megatron", "test_run", "test_two_operators"),
-    *("test_remote_commands", "test_fab_over_ssh", "test_slurm", "test_guide_slurm", "test_faults", "test_twin"),
-    *("test_moved_runs", "test_image", "test_node"),
+    *(*RACK_1, "test_remote_commands", "test_fab_over_ssh", "test_host_faults", *RACK_2, *SLURM),
+    *("test_readme", "test_faults", "test_twin", "test_moved_runs", "test_image", "test_node"),
 )
 
 
@@ -63,10 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integration)
+            own = CLUSTERS.get(item.path.stem, "")
             for fixture, cluster in (("rack_up", "rack"), ("slurm_cluster", "slurm")):
-                if fixture in getattr(item, "fixturenames", ()) and CLUSTERS.get(item.path.stem) != cluster:
+                if fixture in getattr(item, "fixturenames", ()) and not own.startswith(cluster):
                     raise pytest.UsageError(
-                        f"{item.path.name}: uses {fixture}; add it to CLUSTERS, or a second one starts"
+                        f"{item.path.name}: uses {fixture}; add it to CLUSTERS, or another one starts"
                     )
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
@@ -101,10 +92,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def docker() -> str:
-    """A Docker engine that answers. Without one these tests are skipped, or fail where they are required (CI)."""
+    """A Docker engine that answers, with debian:bookworm-slim, on which all images here build. Without an engine these
+    tests are skipped, or fail where they are required (CI)."""
     found = shutil.which("docker") is not None and execute("docker", "info").returncode == 0
     if not found:
         pytest.skip("no Docker engine answers (tools/docker-engine.sh installs and starts one on Debian)")
+    with once("base-image") as first:
+        if first:
+            succeed("tools/base-image.sh", cwd=ROOT, timeout=600)
     return "docker"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -65,7 +66,8 @@ def build_host_image(store: str | None = HOST_STORE) -> None:
     """Builds the image of a Docker host, with Debian's Docker or another one."""
     proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
     arguments = [word for name in proxies for word in ("--build-arg", name)]
-    succeed("docker", "build", "--quiet", *arguments, "--tag", HOST_IMAGE, str(ROOT / "tests/integration/docker_host"))
+    folder = str(ROOT / "tests/integration/docker_host")
+    succeed("docker", "build", "--quiet", *arguments, "--tag", HOST_IMAGE, folder, timeout=1800)
     if HOST_DOCKER is not None:
         features = {} if store is None else {"features": {"containerd-snapshotter": store == "containerd"}}
         install = f"mkdir -p /etc/docker && echo '{json.dumps(features)}' >/etc/docker/daemon.json"
@@ -134,14 +136,16 @@ class RackHost:
             self.sh('mv "$1.gone" "$1"', path)
 
     @contextmanager
-    def small_disk(self, path: str, size: str, filled: bool = False) -> Iterator[None]:
-        """While a folder is a disk of this size, of the ssh user's."""
+    def small_disk(self, path: str, size: str, filled: bool = False, node: str = "") -> Iterator[None]:
+        """While a folder, with ``node`` of this container, is a disk of this size, of the ssh user's."""
+        inside = f"nsenter -m -t $(docker inspect --format '{{{{.State.Pid}}}}' {node}) " if node else ""
         script = f'mkdir -p "$1"; mount -t tmpfs -o size={size},mode=777 tmpfs "$1"'
-        self.sh(script + ('; dd if=/dev/zero of="$1/filler" bs=4k 2>/dev/null || true' if filled else ""), path)
+        script += '; dd if=/dev/zero of="$1/filler" bs=4k 2>/dev/null || true' if filled else ""
+        self.sh(f'{inside}sh -c {shlex.quote(script)} sh "$1"', path)
         try:
             yield
         finally:
-            self.sh('umount "$1"', path)
+            self.sh(f'{inside}umount "$1"', path)
 
 
 @dataclass
@@ -208,10 +212,10 @@ class Rack:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def write_cluster(self, name: str, hostfile: str | None = None, **settings: object) -> str:
+    def write_cluster(self, file: str, hostfile: str | None = None, **settings: object) -> str:
         """A hostfile with settings beside it; returns its path from the project's folder."""
         base = {
-            "name": name,
+            "name": file,
             "image": self.image,
             "ssh": {"config_file": str(self.folder / "ssh_config")},
             "nodes": {host.name: {"address": host.address} for host in self},
@@ -220,10 +224,10 @@ class Rack:
             "env": {"OMP_NUM_THREADS": "1"},
         }
         lines = hostfile if hostfile is not None else "".join(f"{name} slots=1\n" for name in self.hosts)
-        (self.project / "hostfiles" / name).write_text(lines)
+        (self.project / "hostfiles" / file).write_text(lines)
         merged = {key: value for key, value in {**base, **settings}.items() if value is not None}
-        (self.project / "hostfiles" / f"{name}.yaml").write_text(json.dumps(merged))  # JSON is YAML too
-        return f"hostfiles/{name}"
+        (self.project / "hostfiles" / f"{file}.yaml").write_text(json.dumps(merged))  # JSON is YAML too
+        return f"hostfiles/{file}"
 
     def write_ssh_config(self, name: str = "ssh_config", known: Mapping[str, str] | None = None) -> str:
         """The operator's ssh configuration; ``known`` replaces the host keys on file."""
@@ -268,7 +272,7 @@ class Rack:
                 "--env", f"AUTHORIZED_KEY={public}", image,
             )  # fmt: skip
         for host in map(self.hosts.__getitem__, names):
-            wait_until(lambda host=host: host.execute("docker version").returncode == 0, "its engine answers", 60)
+            wait_until(lambda host=host: host.execute("docker version").returncode == 0, "its engine answers", 240)
             address = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
             host.address = succeed("docker", "inspect", "--format", address, host.container).strip()
 
@@ -304,7 +308,7 @@ class Attached:
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit code."""
         os.killpg(self.process.pid, signal.SIGINT)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
 
 def write_data(folder: Path) -> None:

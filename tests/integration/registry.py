@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import gzip
+import io
 import json
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tridock.ops.image.registry import Handler, LoopbackRegistry
+from tridock.ops.image.registry import Handler, LoopbackRegistry, digest_of
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 
@@ -27,6 +29,25 @@ class Registry(LoopbackRegistry):
     def address(self) -> str:
         return f"127.0.0.1:{self._server.server_port}"
 
+    def add(self, content: bytes) -> str:
+        """Adds an image that no engine here has made, with one file in one layer; returns its digest."""
+        layer = io.BytesIO()
+        with tarfile.open(fileobj=layer, mode="w") as tar:
+            entry = tarfile.TarInfo("base")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+        root = {"type": "layers", "diff_ids": [digest_of(layer.getvalue())]}
+        config = json.dumps({"architecture": "amd64", "os": "linux", "rootfs": root}).encode()
+        parts = {digest_of(it): it for it in (config, gzip.compress(layer.getvalue(), 9, mtime=1))}
+        for digest, part in parts.items():
+            (self.folder / digest).write_bytes(part)
+        named = [{"size": len(it), "digest": digest} for digest, it in parts.items()]
+        named[0] |= {"mediaType": "application/vnd.docker.container.image.v1+json"}
+        named[1] |= {"mediaType": "application/vnd.docker.image.rootfs.diff.tar.gzip"}
+        manifest = {"schemaVersion": 2, "mediaType": MANIFEST, "config": named[0], "layers": named[1:]}
+        self.pushed[named[0]["digest"]] = json.dumps(manifest).encode()
+        return digest_of(self.pushed[named[0]["digest"]])
+
     @contextmanager
     def seen_on(self, ssh_config: Path, host: str) -> Iterator[None]:
         """While a host reaches it at the same address."""
@@ -43,9 +64,11 @@ class Registry(LoopbackRegistry):
         script = "echo open; exec sleep infinity"
         with subprocess.Popen([*argv, host, script], stdout=subprocess.PIPE) as tunnel:
             assert tunnel.stdout is not None
-            assert tunnel.stdout.readline() == b"open\n"
-            yield
-            tunnel.terminate()
+            try:
+                assert tunnel.stdout.readline() == b"open\n"
+                yield
+            finally:
+                tunnel.terminate()
 
 
 class _Pulls(Handler):
@@ -54,10 +77,7 @@ class _Pulls(Handler):
     def do_HEAD(self) -> None:  # noqa: N802
         self._give(body=False)
 
-    def do_GET(self) -> None:  # noqa: N802
-        self._give(body=True)
-
-    def _is_ours(self, kind: str) -> bool:
+    def _is_push(self, kind: str) -> bool:
         return self.path.startswith("/v2/team/") and kind in self.path
 
     def do_POST(self) -> None:  # noqa: N802
@@ -66,15 +86,13 @@ class _Pulls(Handler):
 
     def _give(self, *, body: bool) -> None:
         name = self.path.rpartition("/")[2]
-        manifests = {f"sha256:{hashlib.sha256(one).hexdigest()}": one for one in self.registry.manifests}
+        manifests = {digest_of(one): one for one in self.registry.pushed.values()}
         file = self.registry.folder / name
-        if self.path == "/v2/":
-            self._answer(200)
-        elif "/manifests/" in self.path and name in manifests:
-            kind = json.loads(manifests[name]).get("mediaType", MANIFEST)
-            self._send(manifests[name], name, kind, body=body)
+        if "/manifests/" in self.path and name in manifests:
+            self._send(manifests[name], name, json.loads(manifests[name]).get("mediaType", MANIFEST), body=body)
         elif "/blobs/" in self.path and file.is_file():
-            self.registry.pulled += file.stat().st_size if body else 0
+            with self.registry.changed:
+                self.registry.pulled += file.stat().st_size if body else 0
             self._send(file.read_bytes(), name, "application/octet-stream", body=body)
         else:
             self._answer(404)

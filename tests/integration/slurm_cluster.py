@@ -69,9 +69,11 @@ class SlurmCluster:
             options += ["--volume", f"{self.name}:{SHARED}", "--env", "OMP_NUM_THREADS=1"]
             succeed("docker", "run", "--detach", "--name", self.container(machine), *options, self.image, role)
         succeed("docker", "exec", self.container("login"), "chown", f"{USER}:{USER}", SHARED)
-        wait_until(
-            lambda: self.execute("sinfo --noheader --format=%D:%t").stdout == "3:idle\n", "all nodes are idle", 60
-        )
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        asked = "sinfo --noheader --format=%D:%t"
+        wait_until(lambda: self.execute(asked).stdout == "3:idle\n", "all nodes are idle", PATIENCE_S)
 
     def write_workspace(self) -> None:
         self.write("tiny.yaml", json.dumps(TINY))  # JSON is YAML too
@@ -84,7 +86,7 @@ class SlurmCluster:
     def clear(self) -> None:
         """Takes away what a test has left in the queue."""
         self.execute("scancel --me")
-        wait_until(lambda: self.execute("squeue --noheader").stdout == "", "the queue is empty", 60)
+        wait_until(lambda: self.execute("squeue --noheader").stdout == "", "the queue is empty", PATIENCE_S)
 
     def remove(self) -> None:
         execute("docker", "rm", "--force", *map(self.container, ("login", *NODES)))

@@ -4,30 +4,63 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tridock.errors import ClusterError, TridockError
 from tridock.remote import Host, LocalHost
-from tridock.remote.ssh import SshHost
+from tridock.remote.ssh import Login, SshHost
+
+DOCKER = r"""#!/bin/sh
+case $1 in
+inspect)
+  labels="{\"tridock.workspace\":\"$(cd ~ && pwd)/tridock/lab/workspace\"}"
+  echo '{"Id":"1","Image":"2","Config":{"Labels":'"$labels"'},"State":{"Running":true,"ExitCode":0}}' ;;
+exec) while [ "$1" != tridock-lab ]; do shift; done; shift; cd ~/tridock/lab/workspace && exec "$@" ;;
+esac
+"""
+"""A stand-in for Docker on the host of a node of the cluster ``lab``: it runs the node's commands on the host."""
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/sbin:" + os.environ.get("PATH", ""))
 USER = getpass.getuser()
 ROOT = Path(__file__).parents[2]
 
 
-def free_port() -> int:
+@contextmanager
+def serving(talk: Callable[[socket.socket], object]) -> Iterator[int]:
+    """A port on loopback; ``talk`` is called in a thread with each connection, which is closed afterwards."""
+
+    def serve(server: socket.socket) -> None:
+        with suppress(OSError):  # until it is shut down
+            while True:
+                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            talk(connection)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def free_port() -> int:
+    """One that the kernel gives to nobody by itself: until it is used, another process would get it."""
+    for port in random.SystemRandom().sample(range(10_000, 20_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
 
 
 def make_key(path: Path, *arguments: str) -> Path:
@@ -50,10 +83,12 @@ class Sshd:
     Its sessions have a home of their own: what the start-up files of this machine's user say is no part of a test.
     """
 
-    def __init__(self, folder: Path, options: str = "", environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, options: str = "", environment: Mapping[str, str] | None = None, *, own_home: bool = True
+    ) -> None:
         self.folder, self.home = folder, folder / "home"
         self.home.mkdir(parents=True, exist_ok=True)
-        self._environment = {"HOME": str(self.home), **(environment or {})}
+        self._environment = {**({"HOME": str(self.home)} if own_home else {}), **(environment or {})}
         self.port = free_port()
         self.host_key, self.client_key = make_key(folder / "host_key"), make_key(folder / "client_key")
         self.known_hosts = folder / "known_hosts"
@@ -67,8 +102,9 @@ class Sshd:
         config = self.folder / "sshd_config"
         environment = " ".join(f"{name}={value}" for name, value in self._environment.items())
         config.write_text(
-            f"{self._options}\nSetEnv {environment}\n"
-            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.host_key}\n"
+            f"{self._options}\n"
+            + (f"SetEnv {environment}\n" if environment else "")
+            + f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.host_key}\n"
             f"AuthorizedKeysFile {self.client_key}.pub\nPidFile none\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nLogLevel VERBOSE\n"
         )
@@ -76,7 +112,8 @@ class Sshd:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", config], stderr=log)
-        for _ in range(100):
+        deadline = time.monotonic() + 60
+        while self._process.poll() is None and time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                     return self
@@ -87,16 +124,15 @@ class Sshd:
     def log(self) -> str:
         return (self.folder / "log").read_text()
 
-    def host(self, name: str = "node-1", **changes: object) -> SshHost:
+    def host(self, name: str = "node-1", retries: int = 0, **changes: object) -> SshHost:
         wanted = {
             "address": "127.0.0.1",
             "port": self.port,
             "identity_file": str(self.client_key),
             "config_file": str(self.ssh_config),
-            "retries": 0,
             **changes,
         }
-        return SshHost(name, **wanted)  # type: ignore[arg-type]
+        return SshHost(name, Login(**wanted), retries)  # type: ignore[arg-type]
 
     def end_sessions(self) -> None:
         """As a network or a host that goes away: every connection's own processes are killed."""

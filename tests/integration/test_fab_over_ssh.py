@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.sshd import ROOT, USER, Sshd, free_port, wait_until
+from tests.integration.sshd import ROOT, Sshd, free_port, wait_until
 from tridock.contracts.run_folder import PYTHON
 
 RUN = "tiny-20260102-030405-abcd"
@@ -74,7 +74,7 @@ class Lab:
 
     def fab(self, task: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         argv, home = self.argv(task, *arguments), self.folder
-        return subprocess.run(argv, cwd=home, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(argv, cwd=home, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.fixture
@@ -138,8 +138,8 @@ def test_status_with_a_host_away_shows_the_others_and_their_runs(lab: Lab) -> No
         [RUN, "", "done", "", "", "", ""],
     ]
     assert done.stderr == (
-        f"gpu-1: nothing listens at 127.0.0.1 port {port}; got connection refused; "
-        "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)\n"
+        f"gpu-1: does not answer ssh at 127.0.0.1 port {port}; got Connection refused; "
+        "see that it is up, that its sshd listens at that port (ssh.port), and that no firewall stands between\n"
         "gpu-2: no problem here; fix the others\n"
     )
     assert done.returncode == 3
@@ -153,10 +153,12 @@ def test_status_with_every_host_away(lab: Lab) -> None:
     assert cells(done.stdout) == [["gpu-1", "2", "unreachable", ""], ["gpu-2", "2", "unreachable", ""]]
     first, second = done.stderr.splitlines()
     assert first == (
-        f"gpu-1: nothing listens at 127.0.0.1 port {ports['gpu-1']}; got connection refused; "
-        "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)"
+        f"gpu-1: does not answer ssh at 127.0.0.1 port {ports['gpu-1']}; got Connection refused; "
+        "see that it is up, that its sshd listens at that port (ssh.port), and that no firewall stands between"
     )
-    assert second.startswith(f"gpu-2: its host key is not known here; got {USER}@127.0.0.1 port {ports['gpu-2']}: ")
+    assert second.startswith(
+        f"gpu-2: its host key is not known here; got No ED25519 host key is known for [127.0.0.1]:{ports['gpu-2']}; "
+    )
     assert done.returncode == 3
 
 
@@ -170,11 +172,12 @@ def test_status_with_a_wrong_request_shows_no_table(lab: Lab) -> None:
     ]
 
 
+RANKS = [{"rank": n, "node": f"gpu-{1 + n // 2}", "slot": n % 2} for n in range(4)]
 FILES = {
     "hostfile": b"gpu-1 slots=2\ngpu-2 slots=2\n",
     "experiment.yaml": b"name: tiny\ntrain:\n  train_iters: 12\n",
     "metrics.jsonl": b'{"iteration": 12, "loss": 2.5, "tokens_per_second": 1000.0}\n',
-    "plan.json": json.dumps({"ranks": [{"rank": n, "node": f"gpu-{1 + n // 2}"} for n in range(4)]}).encode(),
+    "plan.json": json.dumps({"ranks": RANKS}).encode(),
 }
 
 
@@ -200,7 +203,7 @@ def test_status_is_drawn_again_until_ctrl_c(lab: Lab) -> None:
         while b"failed" not in shown:
             shown += os.read(ours, 1 << 16)
         watching.send_signal(signal.SIGINT)
-        assert watching.wait(timeout=20) == 0, shown.decode()
+        assert watching.wait(timeout=60) == 0, shown.decode()
     os.close(ours)
     assert shown.count(b"\x1b[2J") >= 3
     assert b"Traceback" not in shown
@@ -213,11 +216,11 @@ def test_all_runs_newest_first(lab: Lab) -> None:
     (older / "exit_code").write_text("4\n")
     done = lab.fab("runs")
     assert (done.returncode, done.stderr) == (0, "")
-    assert [row[:4] for row in cells(done.stdout)] == [
-        [RUN, "tiny", "done", "0"],
-        [older.name, "tiny", "failed", "4"],
+    assert [row[:5] for row in cells(done.stdout)] == [
+        [RUN, "gpu-1", "", "done", "0"],
+        [older.name, "gpu-2", "", "failed", "4"],
     ]
-    listed = json.loads(lab.fab("runs", "--json").stdout)
+    listed = json.loads(lab.fab("runs", "--json").stdout)["runs"]
     assert [(run["run_id"], run["exit_code"], run["head"]) for run in listed] == [
         (RUN, 0, "gpu-1"),
         (older.name, 4, "gpu-2"),
@@ -301,24 +304,28 @@ def test_fetch_again_adds_checkpoints_and_replaces_each_file_in_one_go(lab: Lab,
     with (run / "metrics.jsonl").open("rb") as old:
         done = lab.fab("fetch", "--checkpoints")
         assert old.read() == b"whole"
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    note = f"note: fetched without its tokenizer: {RUN}/experiment.yaml is missing or not readable"
+    assert done.stderr.splitlines() == [note]
     assert files_of(run) == {**TOGETHER, **CHECKPOINTS, "metrics.jsonl": b"whole and more", "notes": b"mine"}
 
 
 # Sends the beginning of the archive, then hangs.
 SLOW_TAR = """#!/bin/sh
 /bin/tar "$@" | head -c 500000
+touch "$WORKSPACE/hangs"
 exec sleep 95
 """
 
 
 def start_slow_fetch(lab: Lab, **options: object) -> subprocess.Popen[str]:
-    """A fetch whose archive starts to arrive, and does not end."""
+    """A fetch whose archives start to arrive, and do not end."""
     make_program(lab.programs / "tar", SLOW_TAR)
     settings = {"cwd": lab.folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     process: subprocess.Popen[str] = subprocess.Popen(lab.argv("fetch", "--checkpoints"), **settings)  # type: ignore[call-overload]
     archives = lab.folder / "runs"
-    wait_until(lambda: any(path.stat().st_size >= 400_000 for path in archives.glob(".fetch.*/gpu-1.tar.gz")))
+    wait_until(lambda: any(path.stat().st_size >= 400_000 for path in archives.glob(".*.part/new/gpu-1.tar.gz")))
+    wait_until(lambda: all((workspace / "hangs").exists() for workspace in lab.workspaces.values()))
     return process
 
 
@@ -326,7 +333,7 @@ def test_ctrl_c_during_a_fetch_leaves_everything_as_it_was(lab: Lab, run: Path) 
     assert lab.fab("fetch").returncode == 0
     process = start_slow_fetch(lab)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "interrupted\n")
     assert [path.name for path in run.parent.iterdir()] == [RUN]
     assert files_of(run) == TOGETHER
@@ -336,7 +343,7 @@ def test_a_fetch_that_breaks_off_leaves_nothing(lab: Lab, run: Path) -> None:
     process = start_slow_fetch(lab)
     for sshd in lab.sshds.values():
         sshd.end_sessions()
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 3
     assert [line.split(" while ")[0] for line in errors.splitlines()] == [
         "gpu-1: the connection was lost", "gpu-2: the connection was lost",
@@ -346,7 +353,7 @@ def test_a_fetch_that_breaks_off_leaves_nothing(lab: Lab, run: Path) -> None:
 
 def test_a_fetch_onto_a_disk_that_is_full(lab: Lab, run: Path) -> None:
     done = subprocess.run(
-        lab.argv("fetch", "--checkpoints"), cwd=lab.folder, capture_output=True, text=True, check=False, timeout=60,
+        lab.argv("fetch", "--checkpoints"), cwd=lab.folder, capture_output=True, text=True, check=False, timeout=120,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)),
     )  # fmt: skip
     assert done.stderr == (
@@ -356,14 +363,13 @@ def test_a_fetch_onto_a_disk_that_is_full(lab: Lab, run: Path) -> None:
     assert list(run.parent.iterdir()) == []
 
 
-def test_a_fetch_of_what_must_not_be_unpacked(lab: Lab, run: Path) -> None:
+def test_a_fetch_leaves_links_out_and_names_them(lab: Lab, run: Path) -> None:
     (lab.workspaces["gpu-2"] / "runs" / RUN / "passwd").symlink_to("/etc/passwd")
     done = lab.fab("fetch")
-    assert done.stderr == (
-        f"gpu-2: sent an archive that cannot be unpacked; got '{RUN}/passwd' is a link to an absolute path; "
-        "remove what it names from the run's folder there, or try again\n"
-    )
-    assert (done.returncode, list(run.parent.iterdir())) == (3, [])
+    note = f"note: not fetched, since they are links, special files or git's own: {RUN}/passwd\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"runs/{RUN}\n", note)
+    assert files_of(run) == TOGETHER
+    assert not (run / "passwd").is_symlink()
 
 
 def test_a_fetch_that_tar_refuses(lab: Lab, run: Path) -> None:
@@ -384,9 +390,8 @@ def test_a_folder_that_goes_away_before_it_is_fetched(lab: Lab, run: Path) -> No
     assert (done.returncode, list(run.parent.iterdir())) == (3, [])
 
 
-@pytest.mark.parametrize(("size", "shown"), [(1_000_000, False), (30_000_000, True)])
-def test_what_comes_is_counted_on_a_terminal_once_it_is_large(lab: Lab, run: Path, size: int, shown: bool) -> None:
-    make_run(lab.workspaces["gpu-1"], {"checkpoints/13": os.urandom(size)})
+def test_what_comes_is_counted_on_a_terminal(lab: Lab, run: Path) -> None:
+    make_run(lab.workspaces["gpu-1"], {"checkpoints/13": os.urandom(30_000_000)})
     ours, its = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     command = lab.argv("fetch", "--checkpoints")
@@ -400,4 +405,4 @@ def test_what_comes_is_counted_on_a_terminal_once_it_is_large(lab: Lab, run: Pat
                 break
     os.close(ours)
     assert process.returncode == 0
-    assert (f"fetch {RUN}".encode() in text, b"MB/s" in text) == (shown, shown)
+    assert (f"fetch {RUN}".encode() in text, b"MB/s" in text) == (True, True)

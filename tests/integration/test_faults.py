@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,7 @@ HEAD, OTHER = "node-1", "node-2"
 FOREVER = 10**6
 PATIENCE_S = 180  # on a busy machine
 LENGTH = {"train.train_iters": 240}
-RANK = r"python -u -m tridock\.train "
+RANK = r"python[^ ]* -u -m tridock\.train "
 
 
 @dataclass
@@ -65,8 +66,12 @@ class Twin:
         return self.inside(node, script).split()
 
     @contextmanager
-    def launched(self, **fields: Any) -> Iterator[Run]:
-        """A run that `tridock launch` is attached to; it trains when the block begins, and is stopped when it ends."""
+    def launched(self, stops_beyond: int | None = None, **fields: Any) -> Iterator[Run]:
+        """A run that `tridock launch` is attached to; it trains when the block begins, and is stopped when it ends.
+
+        After the iteration ``stops_beyond`` the other node's rank is stopped, so that the run does not come to its end
+        before the test has done what it wants.
+        """
         changes = {"train.train_iters": FOREVER, "train.log_interval": 1, "train.save": False, **fields}
         arguments = [word for name, value in changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
         id_file, output = self.clone.folder / f"id-{time.time_ns()}", self.clone.folder / f"out-{time.time_ns()}"
@@ -92,7 +97,10 @@ class Twin:
             wait_until(lambda: id_file.exists() or process.poll() is not None, "the run has an id", 120)
             assert id_file.exists(), attached.text()
             run = Run(self, id_file.read_text().strip(), attached)
-            run.wait_for_training()
+            if stops_beyond is None:
+                run.wait_for_training()
+            else:
+                run.stop_other(stops_beyond)
             yield run
         finally:
             with suppress(ProcessLookupError):
@@ -113,12 +121,32 @@ class Run:
         return self.twin.clone.folder / "runs" / self.run_id
 
     def wait_for_training(self, beyond: int = 1) -> None:
+        trained = False
+
         def trains() -> bool:
+            nonlocal trained  # asked again, they might be saving
             beats = [heartbeat.read(self.folder, rank) for rank in (0, 1)]
-            return all(beat and beat.phase == "train" and beat.iteration > beyond for beat in beats)
+            trained = all(beat and beat.phase == "train" and beat.iteration > beyond for beat in beats)
+            return trained
 
         wait_until(lambda: trains() or self.terminal.process.poll() is not None, "its ranks train", 300)
-        assert trains(), self.terminal.text()
+        assert trained, self.terminal.text()
+
+    def stop_other(self, beyond: int) -> None:
+        """Stops the other node's rank, for which the head's waits, in mid-training.
+
+        Inside the node: asked from here on a busy machine, the run could be over between two answers.
+        """
+        beat = f"/workspace/runs/{self.run_id}/{heartbeat.FOLDER}/rank-1"
+        past = f'[ "$phase" = train ] && [ "$iteration" -gt {beyond} ]'
+        script = f'until read -r _ _ _ iteration phase _ <"{beat}" && {past}; do sleep 0.02; done 2>/dev/null'
+        rank = f"{RANK}.*{self.run_id}"
+        self.twin.inside(OTHER, f"timeout 300 bash -c {shlex.quote(script)} && pkill -o -STOP -f -- '{rank}'")
+        stopped = f"pgrep -o -r T -f -- '{rank}'"
+        wait_until(lambda: self.twin.inside(OTHER, stopped) != "", "its rank on the other node is stopped")
+
+    def continue_other(self) -> None:
+        self.twin.signal(OTHER, "CONT", f"{RANK}.*{self.run_id}")
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         lines = (self.folder / "events.jsonl").read_text().splitlines()
@@ -166,9 +194,8 @@ def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
 @pytest.fixture(scope="module")
 def neighbour(twin: Twin) -> Iterator[Run]:
     """Another run on the same nodes: paused in its middle, so that it takes no processor, and continued at the end."""
-    with twin.launched(**LENGTH, **{"launch.hang_timeout": 0}) as run:
-        for node in (HEAD, OTHER):
-            twin.signal(node, "STOP", f"{RANK}.*{run.run_id}")
+    with twin.launched(stops_beyond=1, **LENGTH, **{"launch.hang_timeout": 0}) as run:
+        twin.signal(HEAD, "STOP", f"{RANK}.*{run.run_id}")
         yield run
 
 
@@ -241,12 +268,14 @@ def test_a_launcher_that_is_killed(twin: Twin) -> None:
 @pytest.mark.usefixtures("beside")
 def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin, launcher: str, command: str, says: str) -> None:
     """The node agents are restarted; the launcher's ranks continue without them, and their exit codes count."""
-    with twin.launched(**{"train.train_iters": 600, "launch.launcher": launcher}) as run:
+    changes = {"train.train_iters": 600, "launch.launcher": launcher, "launch.hang_timeout": 120}
+    with twin.launched(stops_beyond=1, **changes) as run:
         watch = f"tridock.node agent .*{run.run_id} {OTHER}"
         first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")
         twin.end_session(OTHER, watch)
         twin.end_session(OTHER, f"{command} .*{run.run_id}")
         wait_until(lambda: twin.inside(OTHER, f"pgrep -n -f -- '{watch}'") not in ("", first), "another watch", 60)
+        run.continue_other()
         assert run.terminal.process.wait(timeout=120) == 0, run.terminal.text()
         assert says in run.terminal.text()
         assert [event["event"] for event in run.events("node_lost", "head_lost", "launcher_ended")] == []
@@ -263,7 +292,7 @@ def test_a_supervisor_that_is_killed(twin: Twin) -> None:
         assert code == 4
         assert last.startswith(f"{run.run_id}: the run failed; got exit code 4")
         assert "was lost: nothing supervises it and no exit code was written" in run.terminal.text()
-        wait_until(lambda: run.is_gone(HEAD) and run.is_gone(OTHER), "the ranks have ended by themselves", 60)
+        wait_until(lambda: run.is_gone(HEAD) and run.is_gone(OTHER), "the ranks have ended by themselves", PATIENCE_S)
         print(f"without a supervisor, the ranks ended after {time.monotonic() - began:.1f} s")
         assert {event["node"] for event in run.events("head_lost")} == {HEAD, OTHER}
         assert re.search(rf"{run.run_id} +│ 2 +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
@@ -275,6 +304,7 @@ REFUSED = {
     "launch": ("--config", "configs/tiny.yaml"),
     "run": ("--", "true"),
     "reproduce": ("a",),
+    "resume": ("--run", "a"),
     "report": ("--run", "a"),
     "data": ("--config", "configs/tiny.yaml"),
 }
@@ -322,8 +352,8 @@ def test_another_clone_has_a_twin_of_its_own(
 
         settings.write_text(f"{of_the_same_name}\ncompose: {{project: {here.twin}}}\n")
         refusal = (
-            f"its container {here.twin}-{HEAD}-1 belongs to another folder; got {here.folder}, and this one's is "
-            f"{other.folder}; use that folder"
+            f"its container {here.twin}-{HEAD}-1 is not this cluster's; got that of {here.folder}, and this one's is "
+            f"{other.folder}; use its folder"
         )
         for name, arguments in REFUSED.items():
             code, said = task(other, name, *arguments)
@@ -343,20 +373,22 @@ def test_the_neighbour_continues_to_its_end(calm: Run) -> None:
 def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) -> None:
     """Named in time; the run continues once the node answers again, to the losses of the one that was left alone."""
     network, container = f"{twin.clone.twin}_default", twin.container(OTHER)
-    with twin.launched(**LENGTH, **{"train.save": True, "train.save_interval": 20, "restart.max": 1}) as run:
-        run.wait_for_training(beyond=25)
+    save = {"train.save": True, "train.save_interval": 20, "restart.max": 1, "launch.hang_timeout": 120}
+    with twin.launched(stops_beyond=45, **LENGTH, **save) as run:
+        wait_until(lambda: run.events("checkpoint_saved") != [], "a checkpoint is whole", 60)
         succeed("docker", "network", "disconnect", network, container)
         began = time.monotonic()
-        wait_until(lambda: run.events("node_lost") != [], "the node is missed", 60)
+        run.continue_other()
+        wait_until(lambda: run.events("node_lost") != [], "the node is missed", PATIENCE_S)
         print(f"a node without network was named after {time.monotonic() - began:.1f} s")
         (event,) = run.events("node_lost")
         assert event["node"] == OTHER
         assert re.match(r"has not answered for 2\d s", event["reason"])
-        wait_until(lambda: run.is_gone(OTHER), "its ranks have ended by themselves", 60)
+        wait_until(lambda: run.is_gone(OTHER), "its ranks have ended by themselves", PATIENCE_S)
         print(f"cut off, its ranks ended after {time.monotonic() - began:.1f} s")
         succeed("docker", "network", "connect", "--alias", OTHER, network, container)
         began = time.monotonic()
-        wait_until(lambda: run.events("run_restarted") != [], "the run continues", 60)
+        wait_until(lambda: run.events("run_restarted") != [], "the run continues", PATIENCE_S)
         print(f"once the node was back, the run went on after {time.monotonic() - began:.1f} s")
         assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
         assert run.events("run_restarted")[0]["iteration"] % 20 == 0
@@ -375,10 +407,10 @@ def test_a_head_that_stands_still_while_it_is_followed(twin: Twin) -> None:
                 f"{HEAD}: has said nothing for 20 s while {run.run_id} was followed; the nodes that have lost it end "
                 "their ranks by themselves; see tridock status once it is back",
             )
-            wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 60)
+            wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", PATIENCE_S)
         finally:
             succeed("docker", "unpause", twin.container(HEAD))
-        wait_until((run.folder / "exit_code").exists, "the supervisor has found out", 60)
+        wait_until((run.folder / "exit_code").exists, "the supervisor has found out", PATIENCE_S)
         assert (run.folder / "exit_code").read_text() == "4\n"
         assert run.is_gone(HEAD)
 
@@ -405,7 +437,7 @@ def test_a_head_that_is_killed_while_it_is_followed(twin: Twin) -> None:
             "end their ranks by themselves; see tridock status once it is back",
         )
         began = time.monotonic()
-        wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 60)
+        wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", PATIENCE_S)
         print(f"without the head, the other node's ranks ended after {time.monotonic() - began:.1f} s")
         twin.clone.succeed("fab up --hosts hostfiles/twin")
         assert re.search(rf"{run.run_id} +│ 2 +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))

@@ -1,154 +1,207 @@
-"""The image on its way to Docker hosts that help each other: what goes out from here, and a host that dies."""
+"""The image on its way to Docker hosts, over ssh: what travels, what cannot, and what a command leaves behind."""
 
 from __future__ import annotations
 
 import os
 import re
-import threading
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.rack import USER, Rack
-from tests.integration.support import execute, succeed
-from tridock.errors import ClusterError
-from tridock.ops.hosts.session import Session
-from tridock.ops.image.ensure import ensure_image
+from tests.integration.rack import Rack, RackHost, build_host_image
+from tests.integration.registry import Registry
+from tests.integration.support import ROOT, execute, own_name, succeed, wait_until
+from tridock.cluster.settings import load_cluster
+from tridock.ops.hosts.facts import read_states
+from tridock.ops.hosts.hosts import Hosts
+from tridock.ops.image.ensure import ensure_image, verify, wanted_image
+from tridock.remote.ssh import SshHost
 
 pytestmark = pytest.mark.timeout(600)
 
 MEGABYTES = 40
-CLUSTER = "three"
-ARRIVES = f"/home/{USER}/tridock/{CLUSTER}"
+CLUSTER = "pulls"
 RECEIVED = "cat /sys/class/net/eth0/statistics/rx_bytes"
-OUTPUT = re.compile(r"([\d.]+) MB of layers went out from here, ([\d.]+) MB from host to host")
+ENSURE = (
+    "import sys; from pathlib import Path; from tridock.cluster.settings import load_cluster; "
+    "from tridock.ops.hosts.hosts import Hosts; "
+    "from tridock.ops.hosts.facts import read_states; "
+    "from tridock.ops.image.ensure import ensure_image, wanted_image; "
+    "hosts = Hosts(load_cluster(Path(sys.argv[1]))); "
+    "ensure_image(hosts, wanted_image(hosts.cluster, read_states(hosts)))"
+)
 
 
 @pytest.fixture(scope="module")
-def three(rack: Rack) -> Iterator[Rack]:
-    """The two hosts and a third one."""
-    rack.add("host-c")
-    rack.write_ssh_config("three_config")
+def hosts(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
+    """Two hosts with engines of their own."""
+    build_host_image()
+    made = Rack(own_name(), tmp_path_factory.mktemp("pulls"))
+    (made.project / "hostfiles").mkdir(parents=True)
+    (made.folder / "image").mkdir()
     try:
-        yield rack
+        made.start()
+        yield made
     finally:
-        container = rack.hosts.pop("host-c").container
-        execute("docker", "rm", "--force", "--volumes", container)
-        execute("docker", "volume", "rm", "--force", container)
+        made.remove()
 
 
 @pytest.fixture
-def image(three: Rack) -> Iterator[Callable[[], str]]:
-    """Makes a new image with a layer that no host has and that does not compress; returns its id."""
-    name, folder = f"{three.name}:three", three.folder / "three"
-    folder.mkdir(exist_ok=True)
-
-    def build() -> str:
-        (folder / "data").write_bytes(os.urandom(MEGABYTES * 1_000_000))
-        (folder / "Dockerfile").write_text("FROM debian:bookworm-slim\nCOPY data /data\n")
-        return succeed("docker", "build", "--quiet", "--tag", name, str(folder)).strip()
-
-    yield build
-    execute("docker", "image", "rm", name)
-    for host in three:
-        host.execute('docker image rm --force $(docker image inspect --format "{{.Id}}" "$1")', name)
-
-
-def session(rack: Rack) -> Session:
-    ssh = {"config_file": str(rack.folder / "three_config")}
-    hostfile = rack.write_cluster(CLUSTER, image=f"{rack.name}:three", ssh=ssh)
-    return Session.open(rack.project / hostfile)
-
-
-def close(opened: Session) -> None:
-    for host in opened.hosts.values():
-        host.close()
-
-
-def nothing_is_left(rack: Rack, *names: str) -> None:
-    for name in names:
-        assert rack[name].execute(f"ls {ARRIVES}/image.{name}").returncode == 2
-        assert rack[name].execute(f"pgrep -af [i]mage.{name}").stdout == ""
-
-
-def test_hosts_give_each_other_what_one_of_them_got(
-    three: Rack, image: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def build(hosts: Rack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Makes the image with other code, and perhaps other data that do not compress; returns its id."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    base = session(three)
-    succeed("docker", "tag", "debian:bookworm-slim", f"{three.name}:three")
-    ensure_image(base)  # so that the layer alone is missing
-    wanted = image()
-    capsys.readouterr()
-    before = [int(host.sh(RECEIVED)) for host in three]
-    assert ensure_image(session(three)) == wanted
-    received = [(int(host.sh(RECEIVED)) - earlier) / 1e6 for host, earlier in zip(three, before, strict=True)]
-    assert [host.image_id(f"{three.name}:three") for host in three] == [wanted] * 3
+    folder = hosts.folder / "image"
+
+    def make(code: str, base: str = "debian:bookworm-slim", *, data: bool = False) -> str:
+        (folder / "code").write_text(code)
+        if data:
+            (folder / "data").write_bytes(os.urandom(MEGABYTES * 1_000_000))
+        layers = "COPY data /data\n" if (folder / "data").exists() else ""
+        (folder / "Dockerfile").write_text(f"FROM {base}\n{layers}COPY code /code\n")
+        return succeed("docker", "build", "--quiet", "--tag", hosts.image, str(folder)).strip()
+
+    yield make
+    (folder / "data").unlink(missing_ok=True)
+    execute("docker", "image", "rm", hosts.image)
+    for host in hosts:
+        host.execute("docker image rm --force $(docker image ls --all --quiet)")
+
+
+def hosts_of(rack: Rack) -> Hosts:
+    return Hosts(load_cluster(rack.project / rack.write_cluster(CLUSTER)))
+
+
+def brought(rack: Rack, wanted: str) -> list[float]:
+    """Brings the image to the hosts; returns the megabytes that each received."""
+    before = [int(host.sh(RECEIVED)) for host in rack]
+    opened = hosts_of(rack)
+    ensure_image(opened, wanted_image(opened.cluster, read_states(opened)))
+    verify(read_states(opened), wanted)
+    assert [host.image_id(rack.image) for host in rack] == [wanted] * len(rack.hosts)
+    return [(int(host.sh(RECEIVED)) - earlier) / 1e6 for host, earlier in zip(rack, before, strict=True)]
+
+
+def log_out(rack: Rack) -> None:
+    """The next command logs in to each host anew."""
+    for host in hosts_of(rack).values():
+        assert isinstance(host, SshHost)
+        host.forget()
+
+
+def nothing_is_left(rack: Rack) -> None:
+    names = "docker image inspect --format '{{json .RepoTags}} {{json .RepoDigests}}' "
+    assert execute("bash", "-c", names + rack.image).stdout.strip() in ("", f'["{rack.image}"] []')
+    for host in rack:
+        wait_until(
+            lambda host=host: host.execute("pgrep --full '^docker (pull|load)'").returncode == 1, "pulls end", 60
+        )
+        wait_until(
+            lambda host=host: host.execute(names + rack.image).stdout.strip() in ("", f'["{rack.image}"] []'),
+            "the name that it was pulled by is gone", 60,
+        )  # fmt: skip
+        # In state 0A, LISTEN, on 127.0.0.1. ssh does not wait until sshd has closed a port, which the end of the
+        # connection would do too, but after a minute.
+        wait_until(
+            lambda host=host: " 0100007F:" not in host.sh("grep ' 0A ' /proc/net/tcp"), "the forwarded port closes", 40
+        )
+
+
+def test_a_host_gets_the_layers_that_it_lacks_and_an_edit_alone(
+    hosts: Rack, build: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = brought(hosts, build("first", data=True))
+    assert all(megabytes > MEGABYTES for megabytes in first)
+    assert len(re.findall(r"^host-[ab]: got 3 layers of the image, ", capsys.readouterr().out, re.M)) == 2
+    edit = brought(hosts, build("second"))
+    assert max(edit) < 0.5
     printed = capsys.readouterr()
-    found = OUTPUT.search(printed.out)
-    assert found, printed
-    assert [float(megabytes) for megabytes in found.groups()] == [MEGABYTES, 2 * MEGABYTES]
-    assert all(MEGABYTES < megabytes < 1.2 * MEGABYTES for megabytes in received), received
-    for host in three:
-        assert f"{host.name}: got 1 layer of the image, {MEGABYTES}.0 MB\n" in printed.out
-    nothing_is_left(three, *three.hosts)
-    close(base)
+    assert (sorted(printed.out.splitlines()), printed.err) == (
+        [f"{name}: got 1 layer of the image, 0.0 MB" for name in sorted(hosts.hosts)], "",
+    )  # fmt: skip
+    assert max(brought(hosts, build("second"))) < 0.1
+    nothing_is_left(hosts)
 
 
-def test_a_host_that_dies_in_the_middle_delays_the_others_little(
-    three: Rack, image: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Its sshds are killed, that of the pieces too, once it has one; the next command brings it the rest."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    wanted = image()
-    victim = three["host-b"]
+def test_hosts_that_pulled_the_base_keep_it_beside_one_that_cannot(
+    hosts: Rack, build: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base image's registry has other digests of its layers than the engine here."""
+    (tmp_path / "blobs").mkdir()
+    with Registry(tmp_path / "blobs") as registry, registry.seen_on(hosts.folder / "ssh_config", "host-a"):
+        base = f"{registry.address}/team/base@{registry.add(os.urandom(MEGABYTES * 1_000_000))}"
+        succeed("docker", "pull", base)
+        try:
+            brought(hosts, build("first", base))
+            printed = capsys.readouterr()
+            assert "host-a: got 1 layer of the image, 0.0 MB\n" in printed.out
+            assert f"host-b: got 2 layers of the image, {MEGABYTES}.0 MB\n" in printed.out
+            assert re.search(
+                r"^host-b: gets the base image from here, it cannot pull it: .*refused$", printed.err, re.M
+            )
+            assert registry.pulled / 1e6 == pytest.approx(2 * MEGABYTES, rel=0.01)  # here and on host-a
+            assert max(brought(hosts, build("second", base))) < 0.5
+            assert capsys.readouterr().err == ""
+        finally:
+            execute("docker", "image", "rm", "--force", hosts.image, base)
+    nothing_is_left(hosts)
 
-    def kill() -> None:
-        # All there: asked from here, the last piece may have arrived before the answer.
-        few = f'[ "$(ls {ARRIVES}/image.host-b/*/*.*[0-9] 2>/dev/null | wc -l)" -lt 2 ]'
-        victim.sh(f"timeout 120 sh -c 'while {few}; do sleep 0.02; done' && pkill -KILL sshd; true")
 
-    killer = threading.Thread(target=kill)
-    killer.start()
+def read_again(host: RackHost) -> None:
+    """Has the host's sshd read its configuration; until it listens anew, it has the old one."""
+    begun = "grep -c '^Server listening on 0.0.0.0' /var/log/sshd.log || :"
+    before = int(host.sh(begun))
+    host.sh("pkill -HUP --oldest sshd")
+    wait_until(lambda: int(host.sh(begun)) > before, "its sshd listens again")
+
+
+def test_hosts_that_cannot_pull_get_the_whole_image_and_why(
+    hosts: Rack, build: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An sshd that forwards nothing, and an engine whose loopback is another one, as of rootless Docker."""
+    rule = "OUTPUT --out-interface lo --protocol tcp --syn --match owner --uid-owner 0 --jump REJECT"
+    forwards, engine = hosts["host-a"], hosts["host-b"]
+    forwards.sh("echo 'AllowTcpForwarding no' >>/etc/ssh/sshd_config")
+    read_again(forwards)
+    engine.sh(f"iptables --insert {rule}")
+    log_out(hosts)
     try:
-        with pytest.raises(ClusterError) as caught:
-            ensure_image(session(three))
-        killer.join()
+        brought(hosts, build("first"))
     finally:
-        victim.sh("/usr/sbin/sshd -E /var/log/sshd.log")
-    assert [problem.where for problem in caught.value.problems] == ["host-b"]
-    assert str(caught.value).startswith("host-b: the connection was lost while "), caught.value
-    assert [host.image_id(f"{three.name}:three") == wanted for host in three] == [True, False, True]
-    nothing_is_left(three, "host-a", "host-c")
-    capsys.readouterr()
-    assert ensure_image(session(three)) == wanted
-    assert victim.image_id(f"{three.name}:three") == wanted
-    nothing_is_left(three, *three.hosts)
-
-
-def test_hosts_behind_a_firewall_get_all_from_here(
-    three: Rack, image: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    rule = "INPUT --protocol tcp --syn ! --destination-port 22 --jump REJECT"
-    for host in three:
-        host.sh(f"iptables --insert {rule}")
-    try:
-        wanted = image()
-        capsys.readouterr()
-        assert ensure_image(session(three)) == wanted
-    finally:
-        for host in three:
-            host.sh(f"iptables --delete {rule}")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(
-        "the hosts cannot fetch from each other, each gets all layers from here: "
-        r"ssh: connect to host [\d.]+ port \d+: Connection refused",
-        line,
+        forwards.sh("sed -i /AllowTcpForwarding/d /etc/ssh/sshd_config")
+        read_again(forwards)
+        engine.sh(f"iptables --delete {rule}")
+        log_out(hosts)
+    printed = capsys.readouterr()
+    assert len(re.findall(r"^host-[ab]: got the whole image, \d\d\.\d MB$", printed.out, re.M)) == 2, printed.out
+    why = "gets the whole image (docker save), it cannot pull it through ssh: "
+    notes = sorted(line for line in printed.err.splitlines() if why in line)
+    assert notes[0] == (
+        f"host-a: {why}its sshd forwards no port to this machine (remote port forwarding failed for listen port 0); "
+        "allow it in its sshd_config (AllowTcpForwarding)"
     )
-    assert [host.image_id(f"{three.name}:three") for host in three] == [wanted] * 3
-    nothing_is_left(three, *three.hosts)
+    assert re.fullmatch(rf"host-b: {re.escape(why)}.*connection refused", notes[1]), notes
+    nothing_is_left(hosts)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)], ids=["Ctrl-C", "killed"]
+)
+def test_a_command_that_ends_in_the_middle_leaves_nothing_and_the_next_one_brings_the_image(
+    hosts: Rack, build: Callable[..., str], tmp_path: Path, number: signal.Signals
+) -> None:
+    wanted, host = build("first", data=True), hosts["host-a"]
+    argv = [sys.executable, "-c", ENSURE, str(hosts.project / hosts.write_cluster(CLUSTER))]
+    environment, received = {**os.environ, "PYTHONPATH": str(ROOT)}, int(host.sh(RECEIVED))
+    with subprocess.Popen(argv, env=environment, start_new_session=True, stderr=subprocess.DEVNULL) as command:
+        # On the host itself: asked from here on a busy machine, the pull could be over between two answers.
+        pulls = f'pgrep --full "^docker pull" >/dev/null && [ $({RECEIVED}) -gt {received + 1_000_000} ]'
+        host.sh(f"timeout 240 sh -c 'until {pulls}; do sleep 0.02; done'")
+        os.killpg(command.pid, number)
+        assert command.wait(timeout=60) == -number
+    if number == signal.SIGINT:
+        nothing_is_left(hosts)
+    brought(hosts, wanted)

@@ -133,7 +133,7 @@ def test_the_page_says_that_the_command_has_ended(
                 page.call("Page.navigate", url=address[1])
                 page.wait("document.body?.dataset.drawn")
                 process.send_signal(signal.SIGINT)
-                assert process.wait(10) == 0
+                assert process.wait(60) == 0
                 text = page.wait("document.querySelector('#moment.bad')?.textContent")
             assert text == "tridock watch has ended here, or does not answer: start it again."
         finally:

@@ -38,7 +38,7 @@ def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin
         yield made
     finally:
         made.tridock("down")
-        execute("docker", "image", "rm", own, f"tridock-wrapped/{own}")
+        execute("docker", "image", "rm", own, f"localhost/tridock-wrapped/{own}")
 
 
 def run(twin: Twin, *arguments: str) -> str:
@@ -65,7 +65,7 @@ def test_it_runs_and_again(twin: Twin) -> None:
     run_id = run(twin, "5")
     log = (twin.folder / "runs" / run_id / "logs" / "launcher.log").read_text()
     assert re.search(r"time for 5 loops = [\d.]+ seconds \(2 processes, 8 bytes\)", log), log
-    again = twin.tridock("reproduce", "--run", run_id)
+    again = twin.tridock("reproduce", "--run", run_id, "--yes")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "time for 5 loops" in again.stdout
     assert twin.processes(run_id) == ""

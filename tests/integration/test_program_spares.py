@@ -14,7 +14,7 @@ import yaml
 from tests.integration.support import ROOT, own_name, succeed, wait_until
 from tests.integration.test_wrapped_image import image, tridock  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]  # test_moved_runs.py has a spare, test_run.py a program
 
 CONFIG = {
     "name": "mine",

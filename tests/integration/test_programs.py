@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.integration.rack import PROGRAMS as COMMANDS
-from tests.integration.support import ROOT, execute, own_name, succeed, wait_until
+from tests.integration.support import succeed, wait_until
+from tests.integration.twin import NODES, Twin, two_nodes
 
 SOURCES = os.environ.get("TRIDOCK_PROGRAMS")
 pytestmark = [
@@ -27,7 +24,6 @@ pytestmark = [
     pytest.mark.optional,
     pytest.mark.skipif(SOURCES is None, reason="TRIDOCK_PROGRAMS names no folder with programs"),
 ]
-NODES = ("node-1", "node-2")
 INSTALL = "pip install -q --no-index --no-deps --find-links /workspace/data/wheels --target deps --upgrade"
 
 # Of ranks: the wheel of torchvision has its operators for CUDA only, and the images are not CIFAR's.
@@ -189,34 +185,8 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@dataclass
-class Twin:
-    """Two nodes on this machine's engine, and the folder of the operator who uses them."""
-
-    folder: Path
-    hosts = "hostfile"
-
-    def tridock(self, *arguments: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{COMMANDS}:{os.environ['PATH']}"}
-        argv = [sys.executable, "-m", "tridock.cli", arguments[0], "--hosts", self.hosts, *arguments[1:]]
-        return execute(*argv, cwd=self.folder, env=env, timeout=timeout)
-
-    def up(self) -> None:
-        done = self.tridock("up")
-        assert done.returncode == 0, done.stderr
-
-    def container(self, node: str) -> str:
-        project = f"label=com.docker.compose.project.working_dir={self.folder}"
-        service = f"label=com.docker.compose.service={node}"
-        return succeed("docker", "ps", "--quiet", "--filter", project, "--filter", service).strip()
-
-    def sh(self, node: str, script: str) -> str:
-        return execute("docker", "exec", self.container(node), "sh", "-c", script).stdout
-
-    def processes(self, run_id: str) -> str:
-        """Of the run, on both nodes."""
-        script = f'grep -lzsx "TRIDOCK_RUN_ID={run_id}" /proc/[0-9]*/environ'
-        return "".join(self.sh(node, script) for node in NODES)
+class Programs(Twin):
+    """With the wheels of what programs import in ``data/``."""
 
     def run(self, program: Program, code: Path, *options: str, longer: bool) -> tuple[str, str]:
         """The id of the run, and its output."""
@@ -238,25 +208,14 @@ class Twin:
         wait_until(lambda: re.search(program.trains, log.read_text()), f"{run_id} trains", 900)
         return run_id
 
-    def followed(self, run_id: str) -> str:
-        done = self.tridock("logs", "--run", run_id, "--follow")
-        assert done.returncode == 4, done.stdout + done.stderr
-        return done.stderr
-
 
 @pytest.fixture(scope="module")
 def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
-    made = Twin(tmp_path_factory.mktemp("twin"))
     assert SOURCES is not None
-    shutil.copytree(Path(SOURCES) / "wheels", made.folder / "data" / "wheels")
-    (made.folder / "hostfile").write_text("".join(f"{node} slots=1\n" for node in NODES))
-    settings = f"name: {own_name()}\ntransport: compose\nimage: {cpu_image}\nenv: {{OMP_NUM_THREADS: '1'}}\n"
-    (made.folder / "hostfile.yaml").write_text(settings)
-    try:
-        made.up()
+    folder = tmp_path_factory.mktemp("twin")
+    shutil.copytree(Path(SOURCES) / "wheels", folder / "data" / "wheels")
+    with two_nodes(cpu_image, folder, Programs) as made:
         yield made
-    finally:
-        made.tridock("down")
 
 
 @pytest.fixture(params=PROGRAMS)
@@ -275,17 +234,17 @@ def code(program: Program, tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_runs_unmodified_and_again(twin: Twin, program: Program, code: Path) -> None:
+def test_it_runs_unmodified_and_again(twin: Programs, program: Program, code: Path) -> None:
     run_id, output = twin.run(program, code, longer=False)
     assert re.search(program.done, output), output
     assert twin.processes(run_id) == ""
-    again = twin.tridock("reproduce", "--run", run_id)
+    again = twin.tridock("reproduce", "--run", run_id, "--yes")
     assert again.returncode == 0, again.stdout + again.stderr
     assert re.search(program.done, again.stdout), again.stdout
     assert ("losses different" in again.stdout) == bool(program.metrics)
 
 
-def test_a_killed_rank_is_named(twin: Twin, program: Program, code: Path) -> None:
+def test_a_killed_rank_is_named(twin: Programs, program: Program, code: Path) -> None:
     run_id = twin.training(program, code)
     node = NODES[program.nodes - 1]
     twin.sh(node, f"pkill -9 -f -- '{program.process}'")
@@ -293,7 +252,7 @@ def test_a_killed_rank_is_named(twin: Twin, program: Program, code: Path) -> Non
     assert twin.processes(run_id) == ""
 
 
-def test_a_killed_node_is_named(twin: Twin, program: Program, code: Path) -> None:
+def test_a_killed_node_is_named(twin: Programs, program: Program, code: Path) -> None:
     if program.nodes == 1:
         pytest.skip("it has one rank, on the head")
     run_id = twin.training(program, code)
@@ -305,10 +264,9 @@ def test_a_killed_node_is_named(twin: Twin, program: Program, code: Path) -> Non
         twin.up()
 
 
-def test_stop_leaves_nothing(twin: Twin, program: Program, code: Path) -> None:
+def test_stop_leaves_nothing(twin: Programs, program: Program, code: Path) -> None:
     run_id = twin.training(program, code)
     assert twin.processes(run_id) != ""
     done = twin.tridock("stop", "--run", run_id)
     assert done.returncode == 0, done.stderr
-    time.sleep(1.0)
-    assert twin.processes(run_id) == ""
+    wait_until(lambda: twin.processes(run_id) == "", "no process is left", 60)

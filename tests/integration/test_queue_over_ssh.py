@@ -30,7 +30,7 @@ def start(rack: Rack, task: str, *arguments: str) -> tuple[str, str]:
 
 
 def states(rack: Rack) -> dict[str, str]:
-    runs = json.loads(rack.fab("runs", "--json").stdout)
+    runs = json.loads(rack.fab("runs", "--json").stdout)["runs"]
     return {run["run_id"]: run["state"] for run in runs}
 
 

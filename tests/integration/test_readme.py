@@ -16,6 +16,8 @@ from tests.integration.rack import copy_tree
 from tests.integration.support import ROOT, SESSION, execute, give, own_name, succeed
 from tests.integration.test_wheel import PROXIES
 
+pytestmark = pytest.mark.timeout(1500)
+
 UID = 1000
 SOCKET = Path("/var/run/docker.sock")
 SHORT = "--set train.train_iters=2 --set train.eval_interval=0 --set optimizer.lr_warmup_iters=1"
@@ -51,7 +53,8 @@ def machine(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         give(path, UID)
     proxies = [word for proxy in PROXIES for word in ("--build-arg", proxy)]
     folder = str(ROOT / "tests/integration/bare_host")
-    succeed("docker", "build", "--quiet", "--target", "readme", *proxies, "--tag", f"{SESSION}:readme", folder)
+    build = ("docker", "build", "--quiet", "--target", "readme", *proxies, "--tag", f"{SESSION}:readme", folder)
+    succeed(*build, timeout=1800)
     # Docker as it is installed here, and the folders in which pip finds wheels here.
     plugins = json.loads(succeed("docker", "info", "--format", "{{json .ClientInfo.Plugins}}"))
     docker = shutil.which("docker")
@@ -102,7 +105,9 @@ def test_the_three_commands(machine: Machine) -> None:
     said = "no --config: configs/demo-3d.yaml with TP2 PP2 DP1, because 4 slots are a multiple of four"
     assert shown.splitlines()[0] == said
     assert "| loss " in shown
-    assert shown.splitlines()[-1].endswith(" is done; its folder is " + str(next((machine.clone / "runs").iterdir())))
+    assert shown.splitlines()[-1].endswith(
+        " is done; its folder is " + str(next((machine.clone / "runs").glob("demo*")))
+    )
 
     shown = machine.succeed(f"CUDA_VISIBLE_DEVICES=0 {trainer.replace('run ', 'run --rm -T ')} {SHORT} </dev/null")
     assert "2 ranks on this machine" in shown

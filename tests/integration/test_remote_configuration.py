@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.integration.sshd import SSHD, USER, Sshd, free_port, make_key, message, public, wait_until
+from tests.integration.sshd import ROOT, SSHD, USER, Sshd, free_port, make_key, message, public, wait_until
 from tridock.command import Command
 from tridock.errors import RequestError
 from tridock.remote.ssh import SshHost
@@ -24,7 +26,7 @@ from tridock.remote.ssh import SshHost
 def configured(shared: Sshd, folder: Path, text: str, **changes: object) -> SshHost:
     config = folder / "config"
     config.write_text(textwrap.dedent(text))
-    host: dict[str, object] = {"address": None, "port": None, "identity_file": None, "config_file": str(config)}
+    host: dict[str, object] = {"address": "node-1", "port": None, "identity_file": None, "config_file": str(config)}
     return shared.host("node-1", **{**host, **changes})
 
 
@@ -96,20 +98,48 @@ def test_through_a_jump_host(make_sshd: Callable[..., Sshd], tmp_path: Path) -> 
     known = tmp_path / "known_hosts"
     known.write_text(first.known_hosts.read_text() + last.known_hosts.read_text())
     host = configured(last, tmp_path, jump_config(first, last, known))
-    assert host.run(Command.of("echo", "in")).stdout == b"in\n"
-    assert "Accepted publickey" in first.log
-    host.close()
     # The jump host's own key counts as much as the last one's.
     known.write_text(last.known_hosts.read_text())
-    assert message(lambda: host.run(Command.of("true"))).startswith(
-        f"node-1: its host key is not known here; got {USER}@127.0.0.1 port {first.port}: ssh-ed25519 "
+    assert message(lambda: host.run(Command.of("true"))) == (
+        "node-1: its jump host's host key is not known here; "
+        f"got No ED25519 host key is known for [127.0.0.1]:{first.port}; "
+        f"compare it with the host's own (ssh-keygen -l), then take it over: ssh -p {first.port} 127.0.0.1"
     )
     known.write_text(first.known_hosts.read_text() + last.known_hosts.read_text())
+    assert host.run(Command.of("echo", "in")).stdout == b"in\n"
+    assert first.log.count("Accepted publickey") == 1
     last.stop()
-    assert message(lambda: host.run(Command.of("true"))) == (
-        f"node-1: its jump host cannot reach {USER}@127.0.0.1 port {last.port}; got Connect failed; "
-        "check that host's sshd, as seen from the jump host"
+    text = message(lambda: host.run(Command.of("true")))
+    assert text.startswith(f"node-1: its jump host cannot reach {USER}@127.0.0.1 port {last.port}; got ")
+    assert text.endswith("; check that host's sshd, as seen from the jump host")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            ("HostName 127.0.0.1", "HostName jump.invalid"),
+            "its jump host's name cannot be resolved; got jump.invalid: ",
+        ),
+        (("Port {port}", "Port 1"), "its jump host does not answer ssh at 127.0.0.1 port 1; got Connection refused; "),
+        (("IdentityFile {key}", "IdentityFile none"), "its jump host refuses the login as {user}@127.0.0.1; got "),
+    ],
+)
+def test_a_jump_hosts_fault_is_the_jump_hosts(
+    make_sshd: Callable[..., Sshd], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str], says: str
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    first, last = make_sshd(name="first"), make_sshd(name="last")
+    known = tmp_path / "known_hosts"
+    known.write_text(first.known_hosts.read_text() + last.known_hosts.read_text())
+    facts = {"port": str(first.port), "key": str(first.client_key), "user": USER}
+    text = jump_config(first, last, known).replace(change[0].format(**facts), change[1], 1)
+    # Another address than the jump host's, as on a real network.
+    text = text.replace(
+        f"HostName 127.0.0.1\n          Port {last.port}", f"HostName 127.0.0.9\n          Port {last.port}"
     )
+    host = configured(last, tmp_path, text)
+    assert message(lambda: host.run(Command.of("true"))).startswith(f"node-1: {says.format(**facts)}")
 
 
 def test_through_a_proxy_command(shared: Sshd, tmp_path: Path) -> None:
@@ -142,10 +172,8 @@ def test_a_key_with_a_passphrase_needs_an_agent(
     shutil.copy(sshd.client_key, plain)
     subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-f", sshd.client_key], check=True)
     text = message(lambda: sshd.host().run(Command.of("true")))
-    assert text == (
-        f"node-1: a key for {USER}@127.0.0.1 port {sshd.port} has a passphrase; got {sshd.client_key}; "
-        "load it into an agent: ssh-add"
-    )
+    assert text.startswith(f"node-1: refuses the login as {USER}@127.0.0.1 port {sshd.port}; got Permission denied ")
+    assert "ssh-add" in text
     socket_path = tmp_path / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(socket_path)], stdout=subprocess.DEVNULL)
     try:
@@ -156,6 +184,37 @@ def test_a_key_with_a_passphrase_needs_an_agent(
     finally:
         agent.kill()
         agent.wait()
+
+
+def test_what_ssh_asks_at_the_terminal_is_asked_once(make_sshd: Callable[..., Sshd], tmp_path: Path) -> None:
+    """A key's passphrase here; a password, a code or a touch go the same way. Later commands ask nothing."""
+    sshd = make_sshd()
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-f", sshd.client_key], check=True)
+    script = textwrap.dedent(f"""
+        from concurrent.futures import ThreadPoolExecutor
+        from tridock.command import Command
+        from tridock.remote.ssh import Login, SshHost
+        login = Login('127.0.0.1', port={sshd.port}, identity_file={str(sshd.client_key)!r},
+                      config_file={str(sshd.ssh_config)!r})
+        hosts = [SshHost(name, login) for name in 'ab']
+        with ThreadPoolExecutor() as pool:
+            print(list(pool.map(lambda host: host.run(Command.of('echo', 'in')).stdout, hosts)))
+        print(hosts[0].run(Command.of('echo', 'again')).stdout, flush=True)
+    """)
+    environment = {name: value for name, value in os.environ.items() if name not in ("SSH_AUTH_SOCK", "SSH_ASKPASS")}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "-c", script], environment)
+    said = b""
+    while b"again" not in said:
+        said += os.read(terminal, 4096)
+        if said.endswith(b"client_key': "):
+            os.write(terminal, b"secret\n")
+    os.waitpid(pid, 0)
+    assert b"[b'in\\n', b'in\\n']" in said
+    assert said.count(b"Enter passphrase") == 1
+    assert sshd.log.count("Accepted publickey") == 1
 
 
 def test_files_that_the_settings_name_must_be_there(shared: Sshd, tmp_path: Path) -> None:
@@ -173,6 +232,15 @@ def test_a_broken_ssh_configuration(shared: Sshd, tmp_path: Path) -> None:
         "node-1: ssh cannot read its configuration; "
         f"got {tmp_path}/config: line 1: Bad configuration option: prot; fix what it names"
     )
+
+
+def test_a_long_folder_for_temporary_files(shared: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has at most 107 bytes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert len(tempfile.gettempdir()) > 40
+    assert shared.host().run(Command.of("echo", "here")).stdout == b"here\n"
 
 
 def test_a_machine_without_ssh(shared: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +281,12 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
              (("node-1", "127.0.0.1"), ("node-2", "127.0.0.2"))]  # fmt: skip
     try:
         ssh = ["ssh", "-F", str(config), "-l", USER]
-        wait_until(lambda: subprocess.run([*ssh, "node-2", "true"], capture_output=True, check=False).returncode == 0)
+
+        def are_open() -> bool:
+            lines = [[*ssh, name, "true"] for name in ("node-1", "node-2")]
+            return all(subprocess.run(line, capture_output=True, check=False).returncode == 0 for line in lines)
+
+        wait_until(are_open)
         for name in ("node-1", "node-2", "127.0.0.1", "127.0.0.2"):
             assert subprocess.check_output([*ssh, name, "echo", "in"]) == b"in\n"
         if shutil.which("pdsh"):
@@ -243,7 +316,7 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
         distribute()
         for sshd in sshds:
             sshd.send_signal(signal.SIGHUP)
-        wait_until(lambda: subprocess.run([*ssh, "node-2", "true"], capture_output=True, check=False).returncode == 0)
+        wait_until(are_open)
         session.stdin.write(b"after\n")
         session.stdin.close()
         assert session.stdout.read() == b"after\n"

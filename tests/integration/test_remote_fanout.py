@@ -18,7 +18,7 @@ class Counter:
     """A door in front of an sshd that counts who is inside at the same time."""
 
     def __init__(self, port: int) -> None:
-        self._target, self._server = port, socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._target, self._server = port, socket.create_server(("0.0.0.0", 0), backlog=128)
         self.port: int = self._server.getsockname()[1]
         self.now, self.most, self.all = 0, 0, 0
         self._lock = threading.Lock()
@@ -53,14 +53,20 @@ class Counter:
 def test_32_hosts_under_a_cap(shared: Sshd, tmp_path: Path) -> None:
     door = Counter(shared.port)
     known = tmp_path / "known_hosts"
-    known.write_text(f"[127.0.0.1]:{door.port} {public(shared.host_key)}\n")
+    addresses = [f"127.0.0.{n}" for n in range(1, 33)]  # each gets a connection of its own
+    known.write_text("".join(f"[{address}]:{door.port} {public(shared.host_key)}\n" for address in addresses))
     config = tmp_path / "config"
     config.write_text(f"Host *\n UserKnownHostsFile {known}\n")
-    hosts = {f"node-{n:02}": shared.host(f"node-{n:02}", port=door.port, config_file=str(config)) for n in range(32)}
+    changes = {"port": door.port, "config_file": str(config)}
+    hosts = {f"node-{n:02}": shared.host(f"node-{n:02}", address=it, **changes) for n, it in enumerate(addresses)}
 
-    def work(_: str, host: SshHost) -> tuple[int, int]:
+    # The first ones wait for as many as the cap lets in.
+    full = f'touch "{tmp_path}/in-$1"; until [ "$(ls {tmp_path}/in-* | wc -l)" -ge 6 ]; do sleep 0.05; done'
+
+    def work(name: str, host: SshHost) -> tuple[int, int]:
         try:
-            done = host.run(Command.of("sh", "-c", "date +%s%N; sleep 0.6; date +%s%N"), timeout=60)
+            script = f"date +%s%N; {full}; sleep 0.6; date +%s%N"
+            done = host.run(Command.of("sh", "-c", script, "work", name), timeout=120)
             begin, end = map(int, done.stdout.split())
             return begin, end
         finally:
@@ -70,14 +76,12 @@ def test_32_hosts_under_a_cap(shared: Sshd, tmp_path: Path) -> None:
     assert list(spans) == list(hosts)
     assert door.all == 32
     at_once = max(sum(begin <= moment < end for begin, end in spans.values()) for moment, _ in spans.values())
-    assert 3 <= at_once <= 6
-    # A connection that is closed here takes a moment to be seen as closed at the door.
-    assert door.most <= 12
+    assert at_once == 6
 
 
 def test_40_connections_that_an_sshd_of_few_startups_drops(make_sshd: Callable[..., Sshd]) -> None:
     sshd = make_sshd("MaxStartups 3:60:6")
-    hosts = {f"node-{n:02}": sshd.host(f"node-{n:02}", retries=12) for n in range(40)}
+    hosts = {f"node-{n:02}": sshd.host(f"node-{n:02}", retries=40) for n in range(40)}
     outcomes = on_all(hosts, lambda _, host: host.run(Command.of("true"), timeout=60).exit_code, cap=40)
     assert raise_failures(outcomes) == dict.fromkeys(hosts, 0)
     assert "MaxStartups" in sshd.log, "nothing was dropped: this proves nothing"
@@ -94,10 +98,9 @@ def test_an_sshd_that_drops_everyone(make_sshd: Callable[..., Sshd]) -> None:
         time.sleep(0.1)
         idle = socket.create_connection(("127.0.0.1", sshd.port))
     with idle:
-        assert message(lambda: sshd.host(retries=1).run(Command.of("true"))) == (
-            f"node-1: its sshd drops connections before the login as {USER}@127.0.0.1 port {sshd.port}; "
-            "got no greeting, 2 times; lower ssh.max_connections, or raise MaxStartups in its sshd_config"
-        )
+        text = message(lambda: sshd.host(retries=1).run(Command.of("true")))
+    assert text.startswith(f"node-1: drops connections before the login as {USER}@127.0.0.1 port {sshd.port}; got ")
+    assert ", 2 times; see that an sshd listens there; lower ssh.max_connections, or raise MaxStartups" in text
 
 
 def test_every_failing_host_is_named_and_the_others_too(shared: Sshd, tmp_path: Path) -> None:
@@ -117,24 +120,11 @@ def test_every_failing_host_is_named_and_the_others_too(shared: Sshd, tmp_path: 
     outcomes = on_all(hosts, work, cap=8)
     assert [name for name, outcome in outcomes.items() if outcome.ok] == ["fine", "fine-too"]
     assert message(lambda: raise_failures(outcomes)) == (
-        f"refused: nothing listens at 127.0.0.1 port {port}; got connection refused; "
-        "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)\n"
-        f"denied: refuses the login as {USER}@127.0.0.1 port {shared.port}; got permission denied with key files "
-        f"{other}; make `ssh -p {shared.port} {USER}@127.0.0.1` work without a password: ssh-copy-id, ssh-add, "
-        "or ssh.user and ssh.identity_file\n"
+        f"refused: does not answer ssh at 127.0.0.1 port {port}; got Connection refused; "
+        "see that it is up, that its sshd listens at that port (ssh.port), and that no firewall stands between\n"
+        f"denied: refuses the login as {USER}@127.0.0.1 port {shared.port}; got Permission denied (publickey); "
+        f"make `ssh -p {shared.port} {USER}@127.0.0.1` work: ssh-copy-id, ssh-add, or ssh.user and "
+        "ssh.identity_file\n"
         "failing: `sh -c 'exit 3'` failed with exit code 3; got no output; fix that there, then try again\n"
         "fine, fine-too: no problem here; fix the others"
     )
-
-
-def test_a_host_that_takes_too_long_is_given_up(shared: Sshd) -> None:
-    hosts: dict[str, Host] = {"quick": shared.host("quick"), "slow": shared.host("slow")}
-
-    def work(name: str, host: Host) -> int:
-        return host.run(Command.of("sleep", "30" if name == "slow" else "0")).exit_code
-
-    begin = time.monotonic()
-    outcomes = on_all(hosts, work, cap=8, timeout=2.0)
-    assert time.monotonic() - begin < 25.0
-    assert outcomes["quick"].value == 0
-    assert str(outcomes["slow"].error) == "slow: did not finish within 2 s; see what delays it there, then try again"

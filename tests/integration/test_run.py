@@ -23,7 +23,7 @@ if "--die" in sys.argv and rank == 1:
     agent = f"{os.environ['TRIDOCK_RUN_FOLDER']}/.heartbeat/agent-host-b"
     while not os.path.exists(agent):  # who sees how the rank ends
         time.sleep(0.1)
-    time.sleep(4)
+    time.sleep(8)  # it looks once a second
     os.kill(os.getpid(), signal.SIGKILL)
 if "--raise" in sys.argv and rank == 1:
     raise ValueError("rank one has enough")
@@ -70,6 +70,65 @@ def test_a_killed_rank_restarts_the_run_with_its_resume_command(rack_up: Up, cod
     assert (manifest["code"]["folder"], manifest["code"]["files"]) == (str(code), 2)
 
 
+def test_a_stopped_program_continues_in_its_folder_with_its_resume_command(rack_up: Up, code: Path) -> None:
+    rack = rack_up.rack
+    line = "--resume-command 'torchrun main.py --resumed' --detach -- torchrun main.py --sleep"
+    exit_code, output, run_id = run(rack, code, line)
+    assert exit_code == 0, output
+    log = f"cat {RUNS}/{run_id}/logs/launcher.log"
+    wait_until(lambda: "rank 1 of 2: ['--sleep']" in rack["host-a"].sh(log), "the ranks have begun", 120)
+    refused = rack.fab("resume", "--run", run_id)
+    assert (refused.returncode, refused.stderr.splitlines()[-1].split(";")[0]) == (2, f"{run_id}: is running")
+    assert rack.fab("stop", "--run", run_id).returncode == 0
+    for host in rack:
+        host.sh(f"echo kept >{RUNS}/{run_id}/code/saved")
+    refused = rack.fab("resume", "--run", run_id, "--include", "host-a", "--yes")
+    assert refused.returncode == 2
+    what = f"{run_id}: continues on the nodes that have its files, host-a, host-b; got host-a; "
+    assert what in refused.stderr
+    refused = rack.fab("resume", "--run", run_id)
+    assert (refused.returncode, "  run torchrun main.py --sleep\n" in refused.stderr) == (2, True)
+    done = rack.fab("resume", "--run", run_id, "--yes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"run {run_id}: torchrun main.py --resumed\n" in done.stdout
+    assert {f"rank {rank} of 2: ['--resumed'] None" for rank in range(2)} <= set(
+        re.findall(r"rank \d of 2: .*", done.stdout)
+    )
+    for host in rack:
+        assert host.processes(run_id) == []
+        assert host.sh(f"cat {RUNS}/{run_id}/code/saved").strip() == "kept"
+    assert rack["host-a"].sh(f"cat {RUNS}/{run_id}/exit_code").strip() == "0"
+
+
+@pytest.mark.parametrize(
+    ("per", "what"),
+    [
+        ("", "{} runs the program once per slot, and each starts ranks itself, in a world of 1"),
+        ("--per node", "host-a has a rank 0 in a world of 1, as have all 2 nodes: each trains alone"),
+    ],
+)
+def test_a_program_that_trains_on_each_node_alone_is_no_success(rack_up: Up, code: Path, per: str, what: str) -> None:
+    rack = rack_up.rack
+    (code / "train.sh").write_text("torchrun --standalone --nnodes 1 --nproc_per_node 1 main.py --sleep\n")
+    exit_code, output, run_id = run(rack, code, f"--name main --restarts 2 {per} -- bash train.sh")
+    assert exit_code == 4, output
+    assert f"tridock: {what.format('host-a')}" in output or f"tridock: {what.format('host-b')}" in output
+    assert "tridock: not restarted: the request is wrong\n" in output
+    assert "separate-worlds (docs/triage.md)" in rack.fab("triage", "--run", run_id).stdout
+    assert [host.processes(run_id) for host in rack] == [[], []]
+
+
+def test_a_run_has_ended_when_its_program_has(rack_up: Up, code: Path) -> None:
+    (code / "train.sh").write_text("sleep 600 &\necho rank $RANK is done\n")
+    exit_code, output, run_id = run(rack_up.rack, code, "--name main -- bash train.sh")
+    assert exit_code == 0, output
+    for rank, host in enumerate(rack_up.rack):
+        assert f"{host.name}: rank {rank} is done\n" in output
+        pattern = rf"{host.name}: tridock: the program has ended and left sleep \(pid \d+\): ended with the run\n"
+        assert re.search(pattern, output), output
+        assert host.processes(run_id) == []
+
+
 def test_deepspeed_hands_every_word_to_the_ranks(rack_up: Up, code: Path) -> None:
     exit_code, output, _ = run(rack_up.rack, code, f"-- deepspeed main.py {shlex.quote(ARGUMENT)}")
     assert exit_code == 0, output
@@ -109,7 +168,7 @@ def test_stop_ends_the_program_on_every_node(rack_up: Up, code: Path) -> None:
     assert exit_code == 0, output
     assert f"Come back with: tridock logs --hosts hostfiles/{CLUSTER} --run {run_id}\n" in output
     wait_until(
-        lambda: [len(host.processes(run_id, "^python main.py --sleep")) for host in rack] == [1, 1], "2 ranks", 60
+        lambda: [len(host.processes(run_id, "^python main.py --sleep")) for host in rack] == [1, 1], "2 ranks", 120
     )
     done = rack.fab("stop", "--run", run_id)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.slurm_cluster import SHARED, Job, SlurmCluster
-from tests.integration.support import execute, succeed, wait_until
+from tests.integration.support import execute, succeed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -178,7 +178,7 @@ def test_cancel_ends_a_run_and_saves_nothing(slurm_cluster: SlurmCluster) -> Non
     job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=cancelled", "--set", "train.save_interval=0")
     slurm_cluster.until(lambda: slurm_cluster.losses(job), "the run trains", job)
     shown = slurm_cluster.succeed("tridock slurm status --json")
-    (row,) = (row for row in json.loads(shown) if row["job"] == job.id)
+    (row,) = (row for row in json.loads(shown)["runs"] if row["job"] == job.id)
     assert (row["state"], row["nodes"]) == ("running", "n[1-2]")
     assert slurm_cluster.ranks(job, "n1")
     out = slurm_cluster.succeed(f"tridock slurm cancel {job.id}")
@@ -210,6 +210,10 @@ def test_a_run_whose_time_is_over_saves_is_queued_again_and_continues(slurm_clus
     with slurm_cluster.slowed("n1", "n2"):
         slurm_cluster.until(lambda: slurm_cluster.events(job, "run_preempted"), "its time is over", job)
     slurm_cluster.until(lambda: slurm_cluster.events(job, "job_requeued"), "the job is queued again", job)
+    # Its second start must not come to its time's end too before this test has looked at it.
+    longer = ("scontrol", "update", f"jobid={job.id}", "timelimit=30")
+    change = ("docker", "exec", slurm_cluster.container("login"), *longer)
+    slurm_cluster.until(lambda: execute(*change).returncode == 0, "it has more time", job)
     saved, requeued = (slurm_cluster.events(job, name)[0] for name in ("run_preempted", "job_requeued"))
     assert requeued["iteration"] == saved["iteration"]
     assert requeued["reason"] == "its time was over, and it has saved"
@@ -253,8 +257,7 @@ def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(
         assert slurm_cluster.wait(job) == 143
     finally:
         execute("docker", "start", container)
-        idle = "3:idle\n"
-        wait_until(lambda: slurm_cluster.execute("sinfo --noheader --format=%D:%t").stdout == idle, "all are back", 60)
+        slurm_cluster.wait_until_idle()
 
 
 # ---- the user's own program ----
@@ -347,7 +350,7 @@ def test_a_program_of_ones_own_runs_again_with_the_code_of_then(program: SlurmCl
     assert program.wait(job) == 0
     program.write("mine/train.py", "raise SystemExit('changed since')")
     try:
-        done = program.execute(f"tridock reproduce --run {job.folder}")
+        done = program.execute(f"tridock reproduce --yes --run {job.folder}")
     finally:
         program.write("mine/train.py", PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -364,18 +367,25 @@ def test_a_program_of_ones_own_runs_again_with_the_code_of_then(program: SlurmCl
 # ---- what cannot be ----
 
 
-def test_a_bad_request_has_our_message_and_slurms(slurm_cluster: SlurmCluster) -> None:
+def test_a_bad_request_has_slurms_message(slurm_cluster: SlurmCluster) -> None:
     before = slurm_cluster.succeed("ls runs 2>/dev/null || true")
     todo = "correct the request; sinfo shows what the cluster has"
     done = slurm_cluster.execute("tridock slurm submit tiny.yaml --profile site.yaml --nodes 4")
     assert (done.returncode, done.stdout) == (2, "")
-    ours, slurms = done.stderr.splitlines()
-    assert ours == "site.yaml: nodes: are more than partition debug has; got 4; ask for at most 3"
-    assert re.fullmatch(rf"sbatch: Slurm refuses the job; got .*[Nn]ode.*; {todo}", slurms)
+    assert re.fullmatch(rf"sbatch: Slurm refuses the job; got .*[Nn]ode.*; {todo}\n", done.stderr)
     done = slurm_cluster.execute("tridock slurm submit tiny.yaml --profile site.yaml --partition gpu")
     assert done.returncode == 2
-    ours, slurms = done.stderr.splitlines()
-    assert ours == "site.yaml: partition: is not one of this cluster; got 'gpu'; use one of debug"
-    assert re.fullmatch(rf"sbatch: Slurm refuses the job; got .*invalid partition.*; {todo}", slurms)
+    assert re.fullmatch(rf"sbatch: Slurm refuses the job; got .*invalid partition.*; {todo}\n", done.stderr)
+    done = slurm_cluster.execute("tridock slurm submit tiny.yaml --profile site.yaml --time 2:00:00")
+    assert done.returncode == 2, done.stdout  # the partition's MaxTime is an hour
+    allowed = "is longer than partition debug allows; got 2:00:00; ask for at most 60 minutes"
+    assert done.stderr.startswith(f"site.yaml: time: {allowed}")
+    slurm_cluster.administer("scontrol update PartitionName=debug MaxNodes=1")
+    try:
+        done = slurm_cluster.execute("tridock slurm submit tiny.yaml --profile site.yaml --nodes 2")
+    finally:
+        slurm_cluster.administer("scontrol update PartitionName=debug MaxNodes=UNLIMITED")
+    assert done.returncode == 2, done.stdout
+    assert "site.yaml: nodes: are more than partition debug gives to a job; got 2; ask for at most 1\n" in done.stderr
     assert slurm_cluster.succeed("ls runs 2>/dev/null || true") == before
     assert slurm_cluster.execute("squeue --noheader").stdout == ""

@@ -115,6 +115,20 @@ def test_the_doctor_finds_the_twin_fit(clone: Clone, demo: str) -> None:
     assert report["seen"]["all-reduce"].startswith("4 ranks, Gloo, 8 MB: ")
 
 
+def test_a_port_in_a_node_of_the_twin_is_reached_from_here(clone: Clone, demo: str) -> None:
+    """In a network of its own, where the program listens on loopback alone."""
+    serve = "cd /tmp && echo here >page && setsid tridock-python -m http.server 8123 --bind 127.0.0.1"
+    tridock = "python -m tridock.cli"
+    clone.succeed(f"{tridock} exec --hosts hostfiles/twin node-1 -- sh -c '{serve} >/dev/null 2>&1 </dev/null &'")
+    said = clone.succeed(f"""
+        until {tridock} exec --hosts hostfiles/twin node-1 -- bash -c '</dev/tcp/localhost/8123'; do sleep 1; done
+        timeout 120 {tridock} forward --hosts hostfiles/twin node-1 8123 0 >forward &
+        until grep -q http forward; do sleep 0.2; done
+        curl --silent --max-time 60 $(grep -o 'http://[0-9.:]*' forward)/page
+        kill $!""")
+    assert said == "here\n"
+
+
 @pytest.mark.full  # test_readme.py has the same command
 def test_one_container_runs_the_script_as_the_readme_says(clone: Clone, demo: str) -> None:
     (clone.folder / "probe").write_text("")
@@ -152,7 +166,8 @@ def test_a_run_continues_from_a_checkpoint_with_the_images_python(clone: Clone, 
     (clone.folder / ".cache").mkdir(exist_ok=True)
     first, iterations = run("--set train.train_iters=4")
     assert iterations == [1, 2, 3, 4]
-    assert run(f"--set train.train_iters=6 --set train.load=runs/{first}/checkpoints")[1] == [5, 6]
+    load = f"--set train.load=runs/{first}/checkpoints --set optimizer.lr_decay_iters=4"
+    assert run(f"--set train.train_iters=6 {load}")[1] == [5, 6]
 
 
 def test_down_leaves_runs_and_data(clone: Clone, demo: str) -> None:
@@ -162,6 +177,7 @@ def test_down_leaves_runs_and_data(clone: Clone, demo: str) -> None:
     assert list((clone.folder / "runs").iterdir())
 
 
+@pytest.mark.full  # tests/distributed/test_processes.py: local ranks
 def test_the_demo_without_an_engine_says_so_and_runs_local_ranks(clone: Clone) -> None:
     output = clone.succeed("make demo", **NO_ENGINE)
     said = "No Docker engine answers here: the same experiment runs as local ranks in .venv, without ssh."

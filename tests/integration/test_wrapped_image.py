@@ -71,24 +71,25 @@ def test_an_image_of_ones_own_is_wrapped_when_it_is_named(docker: str, tmp_path:
     (tmp_path / "code").mkdir()
     options = ("run", "--hosts", "hostfile", "--workdir", "code", "--image", own, "--nodes", "1", "--slots", "1")
     program = ("--", "bash", "-c", "echo $RANK of $WORLD_SIZE: $(mine)")
-    images = [own, f"tridock-wrapped/{own}"]
+    wrapped = f"localhost/tridock-wrapped/{own}"
+    images = [own, wrapped]
     try:
         first = tridock(tmp_path, *options, *program)
         assert first.returncode == 0, first.stdout + first.stderr
         assert "0 of 1: first" in first.stdout.splitlines()
         # The operator has another uid than the image's user, but that user's programs and packages.
-        as_another = ("--rm", "--env", "TRIDOCK_UID=4321", "--env", "TRIDOCK_GID=4321", f"tridock-wrapped/{own}")
+        as_another = ("--rm", "--env", "TRIDOCK_UID=4321", "--env", "TRIDOCK_GID=4321", wrapped)
         script = "id -u && mine && cd ~/.local/lib && touch a && pwd -P"
         assert succeed("docker", "run", *as_another, "bash", "-c", script) == "4321\nfirst\n/home/app/.local/lib\n"
         # Neither the image nor the node is made again, until the image changes.
-        made = succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}").strip()
+        made = succeed("docker", "image", "inspect", "--format", "{{.Id}}", wrapped).strip()
         images.append(made)
         again = tridock(tmp_path, *options, *program)
         assert (again.returncode, again.stderr) == (0, "")
         succeed("docker", "build", "--quiet", "--tag", own, "-", input=OWN.replace("WORD", "second"))
         changed = tridock(tmp_path, *options, *program)
         assert "0 of 1: second" in changed.stdout.splitlines(), changed.stdout + changed.stderr
-        assert succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}").strip() != made
+        assert succeed("docker", "image", "inspect", "--format", "{{.Id}}", wrapped).strip() != made
     finally:
         tridock(tmp_path, "down", "--hosts", "hostfile")
         execute("docker", "image", "rm", *images)

@@ -16,7 +16,7 @@ from rich.table import Table
 from tests.experiments import make_plan
 from tests.memory.cases import Case, experiment
 from tridock.experiment import Experiment
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.plan.memory import StageMemory, memory_of_stage
 
 MEASURED = Path(__file__).parents[1] / "data" / "memory-cpu.json"
@@ -62,7 +62,7 @@ def compare(name: str) -> Iterator[Compared]:
     record = measured()["cases"][name]
     whole = planned(record)
     plan = make_plan(whole, {"node": range(record["world_size"])}, name)
-    shape = Shape(plan.data_parallel_size, plan.accumulation_steps, record["world_size"])
+    shape = LayoutShape(plan.data_parallel_size, plan.accumulation_steps, record["world_size"])
     seen: set[int] = set()
     for rank in record["ranks"]:
         stage = rank["pipeline_parallel_rank"]

@@ -17,8 +17,12 @@ from tests.memory.ledger import Ledger, key_of
 FOLLOWED = ("torch.nn", "torch.optim", "tridock", "megatron", "deepspeed", "model", "fp16", "apex")
 """Packages whose objects are looked into."""
 DEPTH = 9
-GRADIENTS = re.compile(r"(?<!input_tensor\.)grad(?!_norm|_scaler|_layer|_partition_)|ipg")
-"""Names of what holds gradients of weights. (A pipeline's stage also keeps those of what it sent or received last.)"""
+GRADIENTS = re.compile(
+    r"(?<!input_tensor\.)grad(?!_norm|_scale|_layer|_partition_)|ipg"
+    r"|by aten\.empty\.memory_format \(\d+,\) float32 in -$"
+)
+"""Names of what holds gradients of weights, DDP's buckets too. (A pipeline's stage also keeps those of what it sent or
+received last.)"""
 
 
 def named_tensors(roots: dict[str, Any]) -> dict[int, str]:

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.experiments import with_fields
-from tests.planner.programs import planned_as, recomputed_share, unfused_seconds
-from tridock.experiment.flops import model_flops_per_token
+from tridock.experiment.parameters import model_flops_per_token
 from tridock.gpus import GPUS
 from tridock.layout.shape import least_bytes, total_bytes
 from tridock.plan import Assessment, Assumptions, assess
@@ -49,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Compared:
-    """One row of a table, in seconds of an iteration."""
+    """One row of a table, in seconds of an iteration. ``predicted``: the sum of the terms whose cause is known."""
 
     model: str
     gpus: int
@@ -63,6 +62,14 @@ class Compared:
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+
+_SETTINGS = ("network_gbit", "matmul_share", "gpu_fields")
+
+
+def as_user(table: Mapping[str, Any], *, program: bool = False) -> dict[str, Any]:
+    """The table as a user has it: the experiment, the GPU and the nodes; with ``program`` also its name."""
+    return {key: value for key, value in table.items() if key not in _SETTINGS and (program or key != "program")}
 
 
 @cache
@@ -83,16 +90,10 @@ def planned(table: Mapping[str, Any], row: Mapping[str, Any]) -> Assessment:
     slots = min(row.get("slots", 8), row["gpus"])
     nodes = {f"node-{number}": range(slots) for number in range(row["gpus"] // slots)}
     gpu = replace(GPUS[table["gpu"]], **table.get("gpu_fields", {}))
-    if "matmul_share" in table:
-        gpu = replace(gpu, kernels=replace(gpu.kernels, matmul_share=table["matmul_share"]))
-    assumed = Assumptions(
-        gpu,
-        table.get("network_gbit"),
-        attention=table.get("attention", "fused"),
-        overlaps=table.get("overlaps", True),
-    )
-    with planned_as(table.get("program")):
-        return assess(with_fields(_BASE, fields), nodes, table["name"], assumed)
+    kernels = table.get("kernels", {}) | {key: table[key] for key in ("matmul_share",) if key in table}
+    gpu = replace(gpu, kernels=replace(gpu.kernels, **kernels))
+    experiment = with_fields(_BASE, fields | {"program": table.get("program")})
+    return assess(experiment, nodes, table["name"], Assumptions(gpu, table.get("network_gbit")))
 
 
 def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
@@ -104,10 +105,10 @@ def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
     label = f"{plan.layout} mbs {plan.micro_batch_size} gbs {plan.global_batch_size}"
     known = "time_unknown" not in table
     measured = _seconds(table["unit"], row["measured"], row["gpus"], assessed) if known else math.nan
-    program, experiment = table.get("program"), assessed.experiment
-    share = row["recomputed"] if row.get("recomputed") is not None else recomputed_share(program, experiment)
-    predicted = cost.estimate.iteration - (1 - share) * cost.estimate.recomputed
-    predicted += unfused_seconds(program, experiment, plan.accumulation_steps, GPUS[table["gpu"]])
+    estimate = cost.estimate
+    predicted = estimate.iteration - estimate.unexplained
+    if (share := row.get("recomputed")) is not None:
+        predicted -= (1 - share) * estimate.recomputed
     memory = memory_of(table, row, assessed)
     return Compared(str(row["model"]), row["gpus"], label, predicted, measured, cost.tokens, memory)
 
@@ -216,7 +217,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def _shown(table: Mapping[str, Any], rows: Sequence[Compared]) -> Table:
-    shown = Table(title=f"{table['name']} ({table['use']})", caption=table["source"], title_justify="left")
+    shown = Table(title=table["name"], caption=table["source"], title_justify="left")
     for name in ("model", "layout", "predicted", "measured", "error", "GiB", "measured"):
         shown.add_column(name, justify="left" if name in ("model", "layout") else "right")
     for row in rows:

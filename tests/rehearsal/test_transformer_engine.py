@@ -23,7 +23,7 @@ from tests.rehearsal.pretended_te import VERSION, Kernels, UserBuffer, import_tr
 from tests.unit.train import pretended_gpu
 from tests.unit.train.experiments import experiment
 from tests.unit.train.pretended_gpu import GPU, REASON, LiveBytes, Transfers
-from tridock.engines import engine_of
+from tridock.engines import cost_model_of
 from tridock.errors import RequestError
 from tridock.layout.activations import kept_layer
 
@@ -345,7 +345,7 @@ def test_a_layer_keeps_as_many_bytes_as_the_plan_says(on_gpu: Callable[..., Any]
         bytes_of_a_forward_pass(on_gpu, WIDE | fields | {"model.num_layers": layers}, world_size) for layers in (2, 4)
     )
     made = experiment(engine="megatron-core", **{"parallel.strategy": "ddp"} | WIDE | fields)
-    planned = kept_layer(made, engine_of(made).sizes(made, "cuda"))
+    planned = kept_layer(made, cost_model_of(made).sizes(made, "cuda"))
     assert (four - two) / 2 == pytest.approx(planned, rel=0.002)
 
 

@@ -23,7 +23,9 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["bench_launch.py", "--repeats", "3"])
-    monkeypatch.setattr(module, "Session", SimpleNamespace(open=lambda *_, **__: None))
+    monkeypatch.setattr(module, "load_cluster", lambda *_, **__: None)
+    monkeypatch.setattr(module, "Hosts", lambda *_, **__: None)
+    monkeypatch.setattr(module, "NodeClient", SimpleNamespace(of=lambda _: None))
     monkeypatch.setattr(module, "up", lambda _: None)
     monkeypatch.setattr(module, "by_hand", lambda _: ["by hand"])
     return module

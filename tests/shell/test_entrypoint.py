@@ -110,7 +110,8 @@ def test_sshd_gets_one_line_and_no_value_with_a_newline() -> None:
 
 def test_listen_addresses() -> None:
     assert call("listen_addresses").stdout == "0.0.0.0\n::\n"
-    assert call("listen_addresses", env={"TRIDOCK_SSH_LISTEN": "10.0.0.1, fd00::1"}).stdout == "10.0.0.1\nfd00::1\n"
+    listed = call("listen_addresses", env={"TRIDOCK_SSH_LISTEN": "192.0.2.1, 2001:db8::1"})
+    assert listed.stdout == "192.0.2.1\n2001:db8::1\n"
 
 
 def test_the_environments_file_appears_whole_and_closed_to_others(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_neither_the_healthcheck_nor_a_command_over_ssh_asks_nvidia_smi(
     setenv = call("render_setenv").stdout.split()[1:]
     assert "SHLVL=1" in setenv
     (tmp_path / ".bashrc").write_text(NVIDIAS)
-    ssh = {"PATH": base_image["PATH"], "HOME": str(tmp_path), "SSH_CLIENT": "10.0.0.1 1 2", "SHLVL": "1"}
+    ssh = {"PATH": base_image["PATH"], "HOME": str(tmp_path), "SSH_CLIENT": "192.0.2.1 1 2", "SHLVL": "1"}
     subprocess.run(["bash", "-c", "true"], env=ssh, check=True)
     assert not (tmp_path / "calls").exists()
 

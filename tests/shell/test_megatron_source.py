@@ -109,6 +109,23 @@ def test_a_folder_that_was_named_is_kept_by_a_build_that_names_none(project: Pat
     assert (source(project) / "pretrain_gpt2.py").read_text() == "earlier"
 
 
+def test_a_folder_within_a_repository_is_patched_too(tmp_path: Path) -> None:
+    """There git apply skips what lies outside of its index, and says nothing."""
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    for name in ("tools", "megatron"):
+        (tmp_path / "other" / name).mkdir(parents=True)
+    for name in ("pretrain_gpt2.py", "LICENSE", "megatron/a.py"):
+        (tmp_path / "other" / name).write_text("old\n")
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "patches/0001-new.patch").write_text(
+        "diff --git a/megatron/a.py b/megatron/a.py\n"
+        "--- a/megatron/a.py\n+++ b/megatron/a.py\n@@ -1 +1 @@\n-old\n+new\n"
+    )
+    script, target = ROOT / "tools/image-megatron.sh", tmp_path / "target"
+    subprocess.run([script, tmp_path / "other", tmp_path / "patches", target], capture_output=True, check=True)
+    assert (target / "megatron/a.py").read_text() == "new\n"
+
+
 def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
     other = tmp_path / "other"
     for folder in ("megatron", "tools"):

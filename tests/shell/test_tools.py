@@ -317,3 +317,29 @@ def test_every_shell_script_is_linted() -> None:
         "tools/venv.sh",
     }  # fmt: skip
     assert expected <= set(found)
+
+
+# ---- wheels for a bare machine with a GPU ----------------------------------------------------------
+
+
+def test_the_wheels_for_a_bare_machine_are_the_locks(tmp_path: Path) -> None:
+    program(tmp_path, "python", 'echo "$@" >>calls; [[ "$*" != *stdin ]] || cat >wheels.in')
+    (tmp_path / "out").mkdir()
+    for name in ("pydantic-1.whl", "kept"):
+        (tmp_path / "out" / name).touch()
+    shutil.copytree(ROOT / "locks", tmp_path / "locks")
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/gpu-wheels.sh", tmp_path / "tools")
+    done = run(tmp_path / "tools/gpu-wheels.sh", "out", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["kept"]
+    asked = re.findall(r"^(\S+)==\S+ \\\n    --hash=sha256:", (tmp_path / "wheels.in").read_text(), re.MULTILINE)
+    assert asked == [
+        *("annotated-types", "hjson", "megatron-core", "pydantic", "pydantic-core", "typing-extensions"),
+        *("typing-inspection", "zstandard"),
+    ]
+    download, wheel = (tmp_path / "calls").read_text().splitlines()
+    assert download.startswith(
+        "-m pip download --quiet --no-deps --require-hashes --only-binary=:all: --python-version 3.12 "
+    )
+    assert wheel.endswith("--wheel-dir out -r locks/deepspeed.txt")

@@ -43,7 +43,9 @@ BENCHMARKS = {"bench/small", "bench/h200", "bench/engines"}
 
 def test_every_experiment_is_listed() -> None:
     found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml")}
-    found = {name for name in found if not name.startswith("slurm/")}  # sites' profiles
+    found = {
+        name for name in found if not name.startswith(("slurm/", "recipes/"))
+    }  # sites' profiles, and others' programs
     assert found - {"reference"} - BENCHMARKS == LAYOUTS.keys() | REFUSED
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tridock.ops.doctor.finding import CHECKS
+from tridock.ops.checks.finding import CHECKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -71,7 +71,7 @@ def test_the_modules_and_verbs_of_a_page_exist(page: str) -> None:
         path = ROOT / module.replace(".", "/")
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
             missing.append(module)
-        if module == "tridock.node" and verb and not re.search(rf'add_parser\(\s*"{verb}"', verbs):
+        if module == "tridock.node" and verb and not re.search(rf'verb\(\s*"{verb}"', verbs):
             missing.append(f"{module} {verb}")
     assert missing == []
 

@@ -7,6 +7,7 @@ Slurm, `tridock data`. Of others the real parser reads the line. The two guides 
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -34,14 +35,20 @@ ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 SCRIPTS = [block for block in ALL_BLOCKS if block.language in ("sh", "bash")]
 GUIDES = ("docs/guides/data.md", "docs/guides/slurm.md")
 SHAPES = {
-    "two hosts of 8 GPUs": "10.10.10.102 slots=8\n10.10.10.105 slots=8\n",
+    "two hosts of 8 GPUs": "gpu-1 slots=8\ngpu-2 slots=8\n",
     "one host of 4 GPUs": "gpu-1 slots=4\n",
     "one GPU": "gpu-1 slots=1\n",
 }
 OTHER_PROGRAMS = {
     "source", "cd", "echo", "printf", "python3", "pip", "uv", "pytest", "torchrun", "sleep", "until",
-    "do", "done", "sha256sum", "sudo", "curl", "sed", "export", "lm_eval",
+    "do", "done", "sha256sum", "sudo", "curl", "sed", "export", "lm_eval", "hf", "vllm", "git", "llama-server",
 }  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Of config.json of Qwen3-0.6B: sizes and what differs from its class."""
 REFUSED = {"tridock plan configs/jean-zay/76b-as-written.yaml --hosts hostfile"}
 """The line says that it is."""
 
@@ -62,6 +69,7 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     BytePairTokenizer.train(texts, 400).save(folder / "data")
     BytePairTokenizer.train(texts, 400).save(folder / "models/Qwen3-0.6B")
+    (folder / "models/Qwen3-0.6B/config.json").write_text(json.dumps(QWEN3))
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(folder / "data" / name, folder)
         (folder / "data" / name).rename(folder / f"data/gpt2-{name}")
@@ -114,8 +122,6 @@ def run_or_read(argv: list[str], where: str, *, here: bool) -> None:
             return
         if arguments[0] in ("launch", "run"):
             arguments.insert(1, "--dry-run")
-        elif arguments[0] == "plan" and "--gpu" not in arguments and "--explain" not in arguments:
-            arguments.append("--offline")  # it would ask the hosts for their GPUs
         assert main(arguments) == (2 if line in REFUSED else 0), f"{where}: {line}"
     elif program == "make":
         read_make(argv[1:], f"{where}: {line}")
@@ -140,7 +146,7 @@ def expanded(arguments: list[str]) -> Iterator[str]:
 def runs_here(arguments: list[str]) -> bool:
     match arguments:
         case ["plan", *_]:
-            return "--from-run" not in arguments  # a run of the user's
+            return not {"--from-run", "--ask-hosts"} & {*arguments}  # a run and hosts of the user's
         case ["launch" | "init", *_] | ["slurm", "render", *_]:
             return True
         case ["run", *_]:
@@ -248,7 +254,7 @@ def test_an_experiment_can_be_planned(
     """Where it names more ranks than there are, it is refused for that alone."""
     (folder / "x.yaml").write_text(block.text)
     (folder / "hostfile").write_text(SHAPES[shape])
-    code = main(["plan", "x.yaml", "--hosts", "hostfile", "--offline"])
+    code = main(["plan", "x.yaml", "--hosts", "hostfile"])
     printed = capsys.readouterr()
     sizes = re.findall(r"(?:tensor|pipeline)_model_parallel_size: (\d+)", block.text)
     needed = int(sizes[0]) * int(sizes[1]) if len(sizes) == 2 else 1

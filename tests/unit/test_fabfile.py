@@ -29,6 +29,7 @@ TASKS = (
     "plan",
     "report",
     "reproduce",
+    "resume",
     "run",
     "runs",
     "status",
@@ -77,6 +78,9 @@ def test_a_hostfile_is_required(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRIDOCK_HOSTS", raising=False)
     run = (lambda: fab_here(task)) if program == "fab" else (lambda: main(COMMANDS[task]))
+    if task == "runs":  # there are those of this machine
+        assert run() == 0
+        return
     assert run() == 2
     done = capfd.readouterr()
     assert done.out == ""
@@ -134,8 +138,8 @@ def test_fabrics_own_options_before_the_task(tmp_path: Path, capfd: pytest.Captu
     ("arguments", "message"),
     [
         (("nope",), "fab: No idea what 'nope' is!; see fab --list, and fab --help TASK"),
-        (("launch", "--set", "--dry-run"), "fab: --set needs a value; see fab --list, and fab --help TASK"),
-        (("up", "--nope"), "fab: No idea what '--nope' is!; see fab --list, and fab --help TASK"),
+        (("launch", "--set", "--dry-run"), "fab launch: error: argument --set: expected one argument"),
+        (("up", "--nope"), "fab: error: unrecognized arguments: --nope"),
         ((), "fab: a task is missing; give one of those above, as in fab launch --hosts hostfile"),
     ],
 )
@@ -143,7 +147,7 @@ def test_a_wrong_command_line_ends_as_that_of_tridock(
     arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fab_here(*arguments) == 2
-    assert capfd.readouterr().err == f"{message}\n"
+    assert capfd.readouterr().err.splitlines()[-1] == message
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
 
@@ -176,8 +180,9 @@ def test_fabrics_own_program_hands_over_to_that_of_venv(tmp_path: Path, argument
 
 def test_a_pipe_that_is_closed_early_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "lab").write_text("gpu-1 slots=2\n")
-    for program in ("fab", "tridock"):
-        line = f"{program} launch --hosts {tmp_path}/lab --config configs/demo.yaml --dry-run --verbose | head -n 1"
+    launch = f"launch --hosts {tmp_path}/lab --config configs/demo.yaml --dry-run --verbose"
+    for command in (f"fab {launch}", f"tridock {launch}", "fab --list"):
+        line = f"{command} | head -n 1"
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -255,7 +260,7 @@ def test_a_plan_is_made_without_a_host_that_does_not_answer(tmp_path: Path, capf
         port = server.getsockname()[1]
     (tmp_path / "lab").write_text("127.0.0.1 slots=2\n")
     (tmp_path / "lab.yaml").write_text(f"ssh: {{port: {port}, retries: 0, connect_timeout: 2}}\n")
-    assert fab_here("plan", "--hosts", str(tmp_path / "lab"), "--json") == 0
+    assert fab_here("plan", "--hosts", str(tmp_path / "lab"), "--ask-hosts", "--json") == 0
     done = capfd.readouterr()
     assert done.err.startswith("127.0.0.1: ")
     assert json.loads(done.out)["memory"]["gpu"] is None
@@ -291,8 +296,8 @@ def test_status_with_no_host_that_answers(tmp_path: Path) -> None:
     done = fab("status", "--hosts", str(tmp_path / "lab"))
     assert [cell.strip() for cell in done.stdout.split("│")[1:-1]] == ["gpu-1", "4", "unreachable", ""]
     assert done.stderr == (
-        f"gpu-1: nothing listens at 127.0.0.1 port {port}; got connection refused; "
-        "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)\n"
+        f"gpu-1: does not answer ssh at 127.0.0.1 port {port}; got Connection refused; "
+        "see that it is up, that its sshd listens at that port (ssh.port), and that no firewall stands between\n"
     )
     assert done.returncode == 3
 

@@ -25,6 +25,25 @@ from tridock.gpus import GPUS, Gpu, find_gpu, of_device
         ("NVIDIA L4", 23034, "l4"),
         ("NVIDIA A10", 23028, "a10"),
         ("Tesla T4", 15360, "t4"),
+        ("NVIDIA GH200 144G HBM3e", 146831, "gh200-144gb"),
+        ("NVIDIA H200 NVL", 143771, "h200-nvl"),
+        ("NVIDIA H800", 81559, "h800"),
+        ("NVIDIA H20", 97871, "h20-96gb"),
+        ("NVIDIA H20-3e", 143771, "h20-141gb"),
+        ("NVIDIA A800-SXM4-80GB", 81920, "a800"),
+        ("NVIDIA A100-PCIE-40GB", 40960, "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", 81920, "a100-pcie"),
+        ("NVIDIA A40", 46068, "a40"),
+        ("NVIDIA A10G", 23028, "a10g"),
+        ("NVIDIA L40", 46068, "l40"),
+        ("NVIDIA L20", 46068, "l20"),
+        ("NVIDIA GeForce RTX 5090", 32607, "rtx-5090"),
+        ("NVIDIA RTX 6000 Ada Generation", 49140, "rtx-6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "rtx-pro-6000"),
+        ("NVIDIA GB10", 122570, "gb10"),
+        ("AMD Instinct MI300X", 196592, "mi300x"),
+        ("AMD Instinct MI325X", 262128, "mi325x"),
+        ("AMD Instinct MI355X", 294896, "mi355x"),
     ],
 )
 def test_a_drivers_name(device: str, memory: int, name: str) -> None:
@@ -32,7 +51,7 @@ def test_a_drivers_name(device: str, memory: int, name: str) -> None:
     assert gpu is GPUS[name]
 
 
-@pytest.mark.parametrize("device", ["cpu", "", "AMD Instinct MI300X", "Tesla K80"])
+@pytest.mark.parametrize("device", ["cpu", "", "AMD Instinct MI250", "Tesla K80"])
 def test_a_device_that_is_not_listed(device: str) -> None:
     assert of_device(device, 1000) is None
 
@@ -42,7 +61,23 @@ def test_without_its_memory_the_first_of_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [("V100-16GB", "v100-16gb"), ("v100-32g", "v100-32gb"), ("h100", "h100-80gb")]
+    ("name", "found"),
+    [
+        ("V100-16GB", "v100-16gb"),
+        ("v100-32g", "v100-32gb"),
+        ("h100", "h100-80gb"),
+        ("nvidia_h100_80gb_hbm3", "h100-80gb"),
+        ("nvidia_h100_nvl", "h100-nvl"),
+        ("nvidia_a100-sxm4-40gb", "a100-40gb"),
+        ("nvidia_a100_80gb_pcie", "a100-pcie"),
+        ("a100_40g", "a100-40gb"),
+        ("tesla_v100-sxm2-32gb", "v100-32gb"),
+        ("nvidia_gh200_480gb", "gh200-96gb"),
+        ("nvidia_gh200_144g_hbm3e", "gh200-144gb"),
+        ("nvidia_l40s", "l40s"),
+        ("nvidia_geforce_rtx_4090", "rtx-4090"),
+        ("MI300X", "mi300x"),
+    ],
 )
 def test_a_persons_name(name: str, found: str) -> None:
     assert find_gpu(name, "--gpu") is GPUS[found]
@@ -60,13 +95,28 @@ def test_no_memory_is_no_gpu(name: str) -> None:
         find_gpu(name, "--gpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "which"), [("a100", "a100-40gb or a100-80gb"), ("v100", "v100-16gb or v100-32gb"),
+                        ("nvidia_h20", "h20-96gb or h20-141gb"), ("gh200", "gh200-96gb or gh200-144gb")]
+)  # fmt: skip
+def test_a_name_of_two_sizes_is_asked_about(name: str, which: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        find_gpu(name, "--gpu")
+    assert str(caught.value) == f"--gpu: is the name of several GPUs; got '{name}'; say which: {which}"
+
+
+@pytest.mark.parametrize("name", ["a100_1g.5gb", "nvidia_a100_3g.40gb", "h100-94gb", "v100-64gb", "l400", "gpu", "gb"])
+def test_a_part_of_a_gpu_and_other_sizes_are_unknown(name: str) -> None:
+    with pytest.raises(RequestError, match=r"is not a known GPU"):
+        find_gpu(name, "--gpu")
+
+
 def test_an_unknown_name() -> None:
     with pytest.raises(RequestError) as caught:
         find_gpu("v200", "lab.yaml: gpu")
     assert str(caught.value) == (
-        "lab.yaml: gpu: is not a known GPU; got 'v200'; use one of a10, a100-40gb, a100-80gb, a100-pcie, a6000, b200, "
-        "b300, gb200, gb300, gh200-96gb, h100-80gb, h100-nvl, h100-pcie, h200, l4, l40s, rtx-3090, rtx-4090, t4, "
-        "v100-16gb, v100-32gb, or its memory alone, as in 24gib"
+        f"lab.yaml: gpu: is not a known GPU; got 'v200'; use one of {', '.join(sorted(GPUS))}, or its memory alone, "
+        "as in 24gib"
     )
 
 

@@ -10,22 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import nodes
+from tests.sources import SOURCES, nodes
 
 ROOT = Path(__file__).parents[2]
+FILES = frozenset(SOURCES)
 pytestmark = pytest.mark.xdist_group("sources")
 
 # Each room and what it may import besides itself. What is not listed here is a new room: it needs a line.
 PURE = {
     "errors": set(),
     "command": set(),
-    "contracts": {"errors"},
+    "interrupts": set(),
+    "contracts": {"errors", "interrupts"},
     "heartbeat": {"contracts"},
     "project_files": set(),
+    "extras": {"errors", "project_files"},
     "yaml_text": {"errors"},
     "strict_yaml": {"errors", "project_files", "yaml_text"},
     "progress": set(),
-    "sink_settings": {"strict_yaml", "contracts"},
+    "tracker_settings": {"strict_yaml", "contracts"},
     "gpus": {"errors"},
     "base_images": set(),
     "differences": set(),
@@ -48,20 +51,29 @@ ROOMS: dict[str, set[str]] = {
     "data": LOW | {"experiment"},
     "compat": set(),
     "train": LOW | {"experiment", "layout", "engines", "data", "compat"},
-    "sinks": LOW,
+    "trackers": LOW,
     "report": LOW | {"experiment", "layout", "engines", "plan", "reproduction"},
     "bench": LOW | {"experiment", "engines", "plan", "report", "triage"},
     "cli": LOW
-    | {"experiment", "cluster", "plan", "ops", "data", "report", "reproduction", "bench", "launchers", "sinks"},
+    | {"experiment", "cluster", "plan", "ops", "data", "report", "reproduction", "bench", "launchers", "trackers"},
     "fabfile": {"cli"},
 }
+# The floors of ops, the lowest first, as in docs/architecture.md: a room imports those below it.
+FLOORS = (
+    {"outgoing", "project", "rank_group", "hosts"},
+    {"image"},
+    {"nodes"},
+    {"checks"},
+    {"runs"},
+    {"calibrate", "doctor", "slurm", "sync"},
+)
 HOMES = {
     "torch": {"train", "compat"},
     "deepspeed": {"train", "compat"},
     "megatron": {"train", "compat"},
-    "fabric": {"remote", "cli"},
-    "invoke": {"remote", "cli"},
-    "paramiko": {"remote"},
+    "fabric": {"cli"},
+    "invoke": {"cli"},
+    "paramiko": set(),
     "yaml": {"yaml_text"},
     "tokenizers": {"data"},
     "matplotlib": {"report"},
@@ -100,6 +112,37 @@ def test_imports_go_down_only() -> None:
     assert wrong == []
 
 
+def test_ops_imports_go_down_only() -> None:
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    wrong = []
+    for path in sorted((ROOT / "tridock/ops").glob("*/*.py")) + sorted((ROOT / "tridock/ops").glob("[!_]*.py")):
+        own = path.relative_to(ROOT / "tridock/ops").with_suffix("").parts[0]
+        others = {name.split(".")[2] for name in imported(path) if name.startswith("tridock.ops.")} - {own}
+        wrong += [f"{path}: {own} must not import {it}" for it in sorted(others) if floor[it] >= floor[own]]
+    assert wrong == []
+
+
+def imported_files(path: Path) -> Iterator[Path]:
+    """The files of Tridock that a file imports, anywhere in it."""
+    for node in nodes(path):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{name}" for name in names]
+        for name in names:
+            place = ROOT.joinpath(*name.split("."))
+            inside = [place.with_suffix(".py"), place / "__init__.py", place.parent.with_suffix(".py")]
+            yield from [it for it in (*inside, place.parent / "__init__.py") if it in FILES and it != path][:1]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    left = {path: set(imported_files(path)) for path in FILES}
+    assert sum(map(len, left.values())) > 1000
+    while free := [path for path, others in left.items() if not others & left.keys()]:
+        for path in free:
+            del left[path]
+    assert not left, "each of these imports one that leads back to it"
+
+
 def test_only_the_tests_that_share_a_process_import_torch() -> None:
     """The other process of `make test-unit` would import it too, which takes longer than most tests together."""
     (folders,) = re.findall(r"^TORCH_TESTS = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -126,9 +169,9 @@ def test_a_run_on_one_machine_needs_no_package_of_the_operators() -> None:
 
 
 def test_a_users_own_program_starts_without_the_planner() -> None:
-    """Importing it, or what sends an image or prints a table, would take a tenth of a second of `tridock run`."""
-    absent = "".join(f"sys.modules[{f'tridock.{name}'!r}] = None\n" for name in ("plan", "engines", "ops.image.send"))
-    program = f"import sys\n{absent}sys.modules['rich.table'] = None\nimport tridock.cli.run, tridock.ops.runs.command"
+    """Importing it, or what brings an image or prints a table, would take a tenth of a second of `tridock run`."""
+    absent = "".join(f"sys.modules[{f'tridock.{name}'!r}] = None\n" for name in ("plan", "engines", "ops.image.pull"))
+    program = f"import sys\n{absent}sys.modules['rich.table'] = None\nimport tridock.cli.run, tridock.ops.runs.launch"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -46,11 +46,3 @@ def test_ctrl_c_stays_ignored_under_nohup() -> None:
         "continues\n",
         "",
     )
-
-
-def test_the_end_runs_exit_handlers_and_takes_nothing_apart() -> None:
-    """With many connections that would take longer than many a command."""
-    program = "import atexit\nimport tridock.cli.program as program\nclass Kept:\n    def __del__(self):\n"
-    program += "        print('taken apart')\nkept = Kept()\ndef main():\n    atexit.register(print, 'left')\n"
-    program += "    print('done')\n    return 5\nprogram.main = main\nfrom tridock.cli.__main__ import run\nrun()\n"
-    assert run("-c", program) == (5, "done\nleft\n", "")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.markup import escape
 from rich.table import Column, Table
 
-from tridock.cli.output import print_tables, redraw_tables
+from tridock.cli.output import print_tables, redraw_tables, say
+from tridock.contracts.node_answers import Evidence
+from tridock.errors import Problem
+from tridock.ops.runs.triage import RunFailedError, failure_text
+from tridock.triage import facts_of
 
 RUN = "gpt2-20261122-110613-14b7"
 LONG = f"pretraining-on-openwebtext-with-another-seed-and-lr-{RUN}"
@@ -33,13 +40,27 @@ def printed(capsys: pytest.CaptureFixture[str], run: str = RUN, seen: str = "12,
     ]
 
 
-def test_a_narrow_terminal_wraps_texts_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys) == [
-        "run                        state      step        loss    seen      last step",
-        "─" * 80,
-        f"{RUN}  preempted  1200/50000  2.3457  12,346    2 h 10 min",
-        "                                                          tokens/s  ago",
-    ]
+CONTROL = "\x1b[2J\x07\x9b\u202e"
+ESCAPED = r"\x1b[2J\x07\x9b\u202e"
+
+
+def test_what_a_node_says_does_not_reach_the_terminal_as_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"one\n\t{CONTROL}two")
+    assert capsys.readouterr().out == f"one\n\t{ESCAPED}two\n"
+    table = Table("said")
+    table.add_row(escape(CONTROL))
+    print_tables(table)
+    assert ESCAPED in capsys.readouterr().out
+    event = {"event": "node_lost", "node": CONTROL, "time": CONTROL, "reason": CONTROL}
+    facts = facts_of({"a": Evidence(events=json.dumps(event), launcher=CONTROL)}, "a", 1)
+    shown = str(RunFailedError(Problem("run", "the run failed", failure_text(facts), CONTROL), facts))
+    assert not re.search(r"[^\n -~…]", shown), shown
+
+
+def test_a_narrow_terminal_wraps_texts_and_breaks_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys)
+    assert max(map(len, shown)) <= 90
+    assert any(line.split()[:3] == [RUN, "preempted", "1200/50000"] for line in shown)
 
 
 def test_a_text_without_spaces_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +72,8 @@ def test_a_text_without_spaces_is_folded(capsys: pytest.CaptureFixture[str]) -> 
     assert "".join(line.split("│")[1].strip() for line in lines) == TEXT + TEXT
 
 
-def test_a_row_that_cannot_fit_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, LONG)[-1] == f"{LONG}  preempted  1200/50000  2.3457  12,346 tokens/s  2 h 10 min ago"
+def test_a_word_longer_than_the_terminal_stays_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert any(line.split()[:2] == [LONG, "preempted"] for line in printed(capsys, LONG))
 
 
 def test_a_pipe_gets_each_row_on_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

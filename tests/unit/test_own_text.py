@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.sources import SOURCES, nodes, parsed
-from tridock.triage.rules import RULES
+from tridock.triage.diagnosis import RULES
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("sources")

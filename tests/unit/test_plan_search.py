@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ def test_why_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(halved["time_difference"].values()) == pytest.approx(halved["seconds"] - layout["seconds"])
     assert main(["plan", *WHY]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert text.startswith("TP4 PP4 DP1 MB1: tight: over 80 % · 10.1 to 13.0 GiB per rank · about ")
+    assert text.startswith("TP4 PP4 DP1 MB1: tight: over 80 % · 10.1 to 15.8 GiB per rank · about ")
     for part in ("Time of an iteration", "Memory of a rank of stage 0, the fullest", "tensor_model_parallel_size=2",
-                 "does not fit", "time: bubble +", "memory: optimizer states +5.6"):  # fmt: skip
+                 "does not fit", "time: bubble +", "memory: optimizer states +5.6", "12 bytes a parameter",
+                 "NCCL: fixed overhead", "pipeline 4 between nodes"):  # fmt: skip
         assert part in text, part
 
 
@@ -52,7 +54,7 @@ def test_two_layouts_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["why"]["others"][0]["time_difference"]["bubble"] > 0
     assert main(["plan", *WHY, "TP4 PP4 MB2"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0].startswith("A TP4 PP4 DP1 MB1: tight: over 80 % · 10.1 to 13.0 GiB per rank · about ")
+    assert lines[0].startswith("A TP4 PP4 DP1 MB1: tight: over 80 % · 10.1 to 15.8 GiB per rank · about ")
     assert lines[1].startswith("B TP4 PP4 DP1 MB2: tight")
     assert "A B B - A" in lines
     assert len([line for line in lines if line.startswith("total ")]) == 2
@@ -268,6 +270,29 @@ def test_the_set_options_of_a_found_layout_select_it(capsys: pytest.CaptureFixtu
         assert assessment.cost is not None
         assert assessment.cost.estimate is not None
         assert assessment.cost.estimate.iteration == pytest.approx(one["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("model", "micro", "change"),
+    [
+        ({"preset": "gpt3-13b", "seq_length": 2048}, 1, "deepspeed={"),
+        ({**WIDE, "seq_length": 2048}, 8, "batch.global_batch_size=32"),  # not given: it was that of another layout
+    ],
+)
+def test_the_best_layouts_options_can_be_pasted(
+    model: dict[str, Any], micro: int, change: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a run.yaml"
+    write(path, {"model": model, "batch": {"micro_batch_size": micro}})
+    arguments = (str(path), "--nodes", "1", "--gpus-per-node", "4", "--gpu", "a100-40gb")
+    best = document(capsys, *arguments, "--search")["found"][0]
+    assert any(one.startswith(change) for one in best["set"])
+    assert main(["plan", *arguments, "--search"]) == 0
+    (options,) = re.findall(r"^Best layout: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    found = document(capsys, *arguments, *shlex.split(options))
+    assert (found["verdict"], found["global_batch_size"]) == (best["verdict"], 4 * micro)
+    assert found["cost"]["estimate"]["iteration"] == pytest.approx(best["seconds"])
+    assert max(stage["total_gib"] for stage in found["memory"]["stages"]) == pytest.approx(best["total_gib"], abs=1e-3)
 
 
 def test_a_search_wraps_layouts_and_cuts_no_figure(

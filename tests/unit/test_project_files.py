@@ -13,6 +13,7 @@ from tridock import project_files
 from tridock.cli import main
 from tridock.cluster.settings import load_cluster
 from tridock.cluster.transports import HostFacts, transport_of
+from tridock.experiment.load import load_command
 from tridock.ops import project
 from tridock.project_files import ROOT, project_file
 
@@ -100,6 +101,35 @@ def test_a_folder_that_cannot_be_written(empty: Path, capsys: pytest.CaptureFixt
     assert "cannot be written; got " in capsys.readouterr().err
 
 
+# ---- recipes -------------------------------------------------------------------------------------
+
+
+def test_every_recipe_is_listed_and_copied(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed.keys() == {path.name for path in (ROOT / "configs/recipes").iterdir() if path.is_dir()}
+    assert all(listed.values())
+    for name in listed:
+        assert main(["init", "--recipe", name]) == 0
+        assert f"next: read {name}/README.md" in capsys.readouterr().out
+        for config in (empty / name).glob("run*.yaml"):
+            assert f"--config {name}/{config.name}" in (empty / name / "README.md").read_text()
+            if "engine: command" in config.read_text():
+                experiment = load_command(config)
+                words = experiment.command if experiment.code == "." else ()
+                assert all((empty / name / word).is_file() for word in words if word.endswith((".yaml", ".json")))
+                (config.parent / experiment.code).mkdir(exist_ok=True)
+                assert main(["run", "--dry-run", "--hosts", "hostfiles/twin", "--config", str(config)]) == 0
+                assert experiment.command[-1] in capsys.readouterr().out
+    assert not any(path.is_symlink() for path in empty.rglob("*"))
+
+
+def test_a_recipe_that_does_not_exist(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--recipe", "sftt"]) == 2
+    assert capsys.readouterr().err.startswith("--recipe: names none; got sftt; choose one of axolotl, ")
+    assert list(empty.iterdir()) == []
+
+
 # ---- tridock image -------------------------------------------------------------------------------
 
 
@@ -144,7 +174,7 @@ def test_the_wheel_builds_the_image_from_what_a_checkout_builds_it_from(
     checkout = Path(__file__).parents[2]
     listed = subprocess.run(
         ["git", "ls-files", "Dockerfile", ".dockerignore", "configs", "entrypoint", "patches", "tridock", "tools/image",
-         "tools/image-code.py", "tools/python", "locks/*train*.txt", "locks/uv.txt", "locks/torch.txt",
+         "tools/python", "locks/*train*.txt", "locks/uv.txt", "locks/torch.txt",
          "locks/deepspeed.txt"],
         cwd=checkout, check=True, capture_output=True, text=True,
     ).stdout.split()  # fmt: skip

@@ -1,28 +1,16 @@
 """What docs and reference files say of the schemas is what the schemas say."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.tools import tool
 from tridock.cli import main
 from tridock.experiment import load_experiment
-from tridock.launchers.slurm.request import make_request
+from tridock.launchers.slurm.profile import make_request
 
 ROOT = Path(__file__).parents[2]
-
-
-def tool(name: str) -> ModuleType:
-    """A module of tools/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
 
 
 reference, jean_zay = tool("reference"), tool("jean_zay")
@@ -42,6 +30,11 @@ def test_the_base_images_are_up_to_date() -> None:
 def test_the_options_of_the_commands_are_up_to_date() -> None:
     page = (ROOT / "docs" / "commands.md").read_text()
     assert page == reference.with_options(page), "run make reference"
+
+
+def test_the_keys_of_config_json_are_up_to_date() -> None:
+    page = (ROOT / "docs" / "config-json.md").read_text()
+    assert page == reference.with_config_keys(page), "run make reference"
 
 
 def test_the_reference_of_a_sites_profile_is_up_to_date_and_loads() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from tests.sources import SOURCES, nodes
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.launchers.run import RunRequest, make_bundle
+from tridock.launchers.run import make_bundle
 from tridock.launchers.ssh import Ssh
+from tridock.ops.runs.prepare import prepared_from
 from tridock.plan import assess
 from tridock.yaml_text import parse_yaml
 
@@ -64,6 +66,11 @@ def test_checkpoints_are_loaded_as_weights_only() -> None:
     assert loads
     for load in loads:
         assert "weights_only=True" in ast.unparse(load)
+    arrays = [
+        ast.unparse(node) for _, node in calls() if isinstance(node, ast.Call) and "np.load" in ast.unparse(node.func)
+    ]
+    assert arrays
+    assert all("allow_pickle=False" in load for load in arrays)
     unpicklers = {"pickle.load", "pickle.loads", "marshal.loads", "eval", "exec"}
     named = [ast.unparse(node.func) for _, node in calls() if isinstance(node, ast.Call)]
     assert unpicklers.isdisjoint(named)
@@ -110,19 +117,8 @@ def test_hostile_values_of_an_experiment_reach_the_launcher_as_they_are(
     experiment = plain.model_copy(update={"data": data, "env": {"V": value}, "megatron_args": (value,)})
     slots = {"localhost": [0]}
     run_id = "tiny-20260102-030405-abcd"
-    made = make_bundle(
-        RunRequest(
-            experiment,
-            assess(experiment, slots, "e.yaml"),
-            slots,
-            run_id=run_id,
-            master_addr="127.0.0.1",
-            master_port=29500,
-            manifest={},
-            workspace=str(folder),
-        ),
-        Ssh(),
-    )
+    prepared = prepared_from(assess(experiment, slots, "e.yaml"), slots, run_id)
+    made = make_bundle(replace(prepared, workspace=str(folder)), Ssh())
     home = folder / "runs" / run_id
     home.mkdir(parents=True)
     (folder / "deepspeed").write_text(SHOW)

@@ -105,7 +105,7 @@ def without_roots_access(argv: Sequence[str]) -> int:
 @pytest.mark.parametrize("json", [[], ["--json"]], ids=["text", "json"])
 def test_a_folder_of_somebody_else_is_refused(option: list[str], json: list[str], folder: Path) -> None:
     (folder / "closed").mkdir(mode=0)
-    ended = run_bounded(["plan", *option, "--offline", *json], folder, program=without_roots_access).check(2)
+    ended = run_bounded(["plan", *option, *json], folder, program=without_roots_access).check(2)
     assert "cannot be accessed; got Permission denied; give yourself access, or use another path" in ended.err
 
 
@@ -160,7 +160,7 @@ SETTINGS_OF_NOBODY = {
 @pytest.mark.parametrize("case", SETTINGS_OF_NOBODY)
 def test_settings_of_a_cluster_are_refused_at_once(case: str, json: list[str], folder: Path) -> None:
     (folder / "hosts.yaml").write_text(SETTINGS_OF_NOBODY[case])
-    run_bounded(["plan", "e.yaml", "--offline", "--hosts", "hosts", *json], folder, seconds=5).check(2)
+    run_bounded(["plan", "e.yaml", "--hosts", "hosts", *json], folder, seconds=5).check(2)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl", "events.jsonl"])
@@ -203,7 +203,7 @@ env: {NCCL_DEBUG: INFO}
 gpu: h100
 network_gbit: 400
 spares: [b]
-nodes: {a: {address: 10.0.0.1, env: {X: "1"}}}
+nodes: {a: {address: 192.0.2.1, env: {X: "1"}}}
 """
 FIELDS = (
     "model.hidden_size", "model.num_layers", "parallel.zero_stage", "parallel.tensor_model_parallel_size", "engine",
@@ -252,7 +252,7 @@ def test_any_hostfile_and_its_settings_are_read_or_refused(seed: int, folder: Pa
     written(folder / "hosts.yaml", mutated(rng, SETTINGS))
     options = [f"--{name}={option_value(rng)}" for name in ("include", "exclude") if rng.random() < 0.1]
     options += ["--json"] if rng.random() < 0.5 else []
-    run_bounded(["plan", "e.yaml", "--offline", "--hosts", "hosts", *options], folder).check(0, 2)
+    run_bounded(["plan", "e.yaml", "--hosts", "hosts", *options], folder).check(0, 2)
 
 
 @pytest.mark.parametrize("seed", range(CASES))

@@ -61,8 +61,6 @@ _FEW: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One experiment on a number of ranks."""
-
     labels: Mapping[str, str]
     """The value's label on each axis."""
     world: int

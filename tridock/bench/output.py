@@ -3,7 +3,7 @@
 import json
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +13,8 @@ from rich.table import Table
 
 from tridock.bench.cells import Bench, Measured, scaling
 from tridock.contracts.run_folder import write_atomic
-from tridock.report.drawing import Bar, plot_bars
+from tridock.report.drawing import Bars, as_png, draw_bars
+from tridock.report.theme import SERIES
 
 _GIB: Final = 2**30
 _PACKAGES: Final = ("torch", "deepspeed", "megatron-core")
@@ -60,7 +61,6 @@ def _text(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def table(measured: Sequence[Measured]) -> Table:
-    """Returns the table of all cells, a line each."""
     shown = Table(*COLUMNS)
     for one in measured:
         shown.add_row(*row(one, measured))
@@ -81,7 +81,6 @@ def markdown(measured: Sequence[Measured]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the software under test."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -92,7 +91,6 @@ def versions() -> dict[str, str]:
 
 
 def document(measured: Sequence[Measured], bench: Bench) -> dict[str, Any]:
-    """Returns the content of ``results.json``."""
     cells = []
     for one in measured:
         figures = {"median_s", "tokens_per_second", "spread", "overhead", "overhead_error"}
@@ -102,57 +100,45 @@ def document(measured: Sequence[Measured], bench: Bench) -> dict[str, Any]:
 
 
 def record(measured: Sequence[Measured], bench: Bench, folder: Path) -> None:
-    """Writes all results, each file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "results.json", (json.dumps(document(measured, bench), indent=2) + "\n").encode())
     write_atomic(folder / "results.md", markdown(measured).encode())
-    for name, (title, unit, bars) in plots_of([one for one in measured if one.median_s is not None]).items():
-        if bars:
-            plot_bars(folder / f"{name}.png", title, unit, bars, expected="planned")
+    done = [one for one in measured if one.median_s is not None]
+    for name, (title, unit, bars) in plots_of(done).items():
+        if any(value is not None for value in bars[0].values):
+            figure = draw_bars([one.cell.name for one in done], bars, unit)
+            figure.suptitle(title, fontsize=11)
+            write_atomic(folder / f"{name}.png", as_png(figure))
 
 
-def plots_of(done: Sequence[Measured]) -> dict[str, tuple[str, str, list[Bar]]]:
-    """Returns title, unit and bars of each plot; an unknown figure has no bar."""
+def plots_of(done: Sequence[Measured]) -> dict[str, tuple[str, str, list[Bars]]]:
+    """Returns title, unit and bars of each plot, a bar per cell; an unknown figure has no bar."""
     worked = " or ".join(sorted({one.unit for one in done}))
+    times = [[step * 1e3 for step in one.step_s] for one in done]
+    speeds = [[one.tokens_per_step / step for step in one.step_s] for one in done]
+    planned = Bars("planned", [_gib(one.predicted_bytes) for one in done], SERIES[7])
     return {
-        "step": ("time of a step", "ms", [_ranged(one, [step * 1e3 for step in one.step_s]) for one in done]),
-        "speed": (
-            f"{worked} a second",
-            f"{worked}/s",
-            [_ranged(one, [one.tokens_per_step / step for step in one.step_s], one.tokens_per_second) for one in done],
-        ),
-        "tflops": ("model FLOPs a second, of a rank", "TFLOP/s", _bars(done, lambda one: one.model_tflops_per_rank)),
-        "mfu": ("MFU: model FLOPs a second over the dense peak", "%", _bars(done, lambda one: _percent(one.mfu))),
-        "memory": (
-            "peak memory of a rank",
-            "GiB",
-            _bars(done, lambda one: _gib(one.peak_bytes), lambda one: _gib(one.predicted_bytes)),
-        ),
+        "step": ("time of a step", "ms", [_bars(map(statistics.median, times), times)]),
+        "speed": (f"{worked} a second", f"{worked}/s", [_bars((one.tokens_per_second for one in done), speeds)]),
+        "tflops": ("model FLOPs a second, of a rank", "TFLOP/s", [_bars(one.model_tflops_per_rank for one in done)]),
+        "mfu": ("MFU: model FLOPs a second over the dense peak", "%", [_bars(_percent(one.mfu) for one in done)]),
+        "memory": ("peak memory of a rank", "GiB", [_bars(_gib(one.peak_bytes) for one in done), planned]),
         "communication": (
             "communication that nothing overlaps, of a step",
             "%",
-            _bars(done, lambda one: _percent(one.communication)),
+            [_bars(_percent(one.communication) for one in done)],
         ),
         "scaling": (
             "speed of a rank over that in the smallest world",
             "%",
-            _bars(done, lambda one: _percent(scaling(one, done))),
+            [_bars(_percent(scaling(one, done)) for one in done)],
         ),
     }
 
 
-def _ranged(one: Measured, values: Sequence[float], middle: float | None = None) -> Bar:
-    """Returns a bar of the runs' median, or of ``middle``, with the range of the values."""
-    return Bar(one.cell.name, statistics.median(values) if middle is None else middle, min(values), max(values))
-
-
-def _bars(
-    done: Sequence[Measured],
-    value: Callable[[Measured], float | None],
-    expected: Callable[[Measured], float | None] = lambda _: None,
-) -> list[Bar]:
-    """Returns bars of figures that were measured once, or that apply to all runs together."""
-    return [Bar(one.cell.name, found, expected=expected(one)) for one in done if (found := value(one)) is not None]
+def _bars(values: Iterable[float | None], runs: Sequence[Sequence[float]] = ()) -> Bars:
+    """Returns a bar per cell, with the range of the values in its runs."""
+    return Bars("measured", list(values), SERIES[0], [(min(each), max(each)) for each in runs])
 
 
 def _percent(share: float | None) -> float | None:

@@ -14,7 +14,7 @@ from tridock.bench.cells import Bench, Cell, Measured, cells_of
 from tridock.contracts import environment, run_folder
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import read_metrics, read_plan
-from tridock.engines import engine_of
+from tridock.engines import program_of
 from tridock.engines.fields import as_overrides
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
@@ -75,7 +75,7 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None, gpus: int |
         "ok",
         tokens_per_step=plan.tokens_per_step,
         unit=experiment.model.unit,
-        predicted_bytes=assessment.worst.total_bytes,
+        predicted_bytes=None if assessment.worst is None else assessment.worst.total_bytes,
     )
     for _ in range(bench.repeats):
         measured = _run_measured(measured, bench, config, overrides)
@@ -89,9 +89,8 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None, gpus: int |
 def _has_bare(experiment: Experiment) -> bool:
     """The bare loop supports one process a device, DDP, and the GPT."""
     parallel = experiment.parallel
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    plain = parallel.strategy == "ddp" and not split and experiment.precision != "fp16"
-    return engine_of(experiment).has_plain_loop and plain and not experiment.model.is_vision
+    plain = parallel.strategy == "ddp" and not parallel.splits_model and experiment.precision != "fp16"
+    return program_of(experiment).has_plain_loop and plain and not experiment.model.is_vision
 
 
 def _run_once(world: int, timeout: int, config: Path, overrides: Sequence[str], turns: str = "") -> Path | str:
@@ -112,7 +111,6 @@ def _run_once(world: int, timeout: int, config: Path, overrides: Sequence[str], 
 
 
 def _failure_of(run: Path) -> str | None:
-    """Returns the first failure that the run has recorded."""
     nodes = {rank["rank"]: rank["node"] for rank in read_plan(run).get("ranks", ())}
     found = first_failure({"": run_folder.read_text(run / run_folder.EVENTS)}, nodes)
     return f"{run.name}: {found}; see {run}/logs" if found else None
@@ -172,8 +170,7 @@ def _run_bare(measured: Measured, bench: Bench, config: Path, overrides: Sequenc
 
 
 def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str | None:
-    """Returns the last line of output if it fails; None if it succeeds. Raises ``TimeoutExpired`` once it has stopped
-    the process."""
+    """Returns the last line of output if it fails, else None. Raises ``TimeoutExpired`` once it has stopped."""
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **env}
     # A separate session: this process handles Ctrl-C, so that the run has time to stop on all ranks.
     with subprocess.Popen(
@@ -192,8 +189,7 @@ def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str |
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Sends SIGINT, as Ctrl-C does: `tridock train` stops its ranks and their supervisor, which SIGKILL would leave
-    behind."""
+    """Sends SIGINT, as Ctrl-C does: `tridock train` stops its ranks and supervisor, which SIGKILL would leave."""
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignores an impatient second Ctrl-C
     try:
         process.send_signal(signal.SIGINT)

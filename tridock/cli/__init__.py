@@ -9,17 +9,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
-    """Runs one subcommand and returns its exit code (docs/architecture.md lists the codes).
-
-    ``program`` is the name shown in help and hints: ``fab`` for Fabric's tasks.
-    """
     from tridock.cli.program import main
 
     return main(argv, program)
 
 
 def build_parser(program: str = "tridock") -> argparse.ArgumentParser:
-    """Returns the parser of all subcommands."""
     from tridock.cli.program import build_parser
 
     return build_parser(program)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tridock.cli.options import Commands, add_command, add_quiet
+from tridock.cli import megatron_options
+from tridock.cli.options import Arguments, Commands, add_command, named_path
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -39,15 +41,11 @@ _OF_TYPES: Final = {
     "--tiktoken-num-special-tokens": (_TIKTOKEN,),
     "--tokenizer-special-tokens": (_TIKTOKEN,),
     "--null-tokenizer-eod-id": (_NULL,),
+    "--tokenizer-hf-no-include-special-tokens": (_HUGGING_FACE,),
 }
 """The tokenizer types that an option applies to."""
-_ALLOW_SPECIAL: Final = {
-    **dict.fromkeys((_HUGGING_FACE, _TIKTOKEN), "always reads them so"),
-    **dict.fromkeys(_SENTENCE_PIECE, "reads them as text"),
-    _NULL: "reads ids",
-    _VOCAB: "always reads words as tokens",
-}
-"""Where --allow-special has no effect, and why."""
+_ALLOW_SPECIAL: Final = "GPT2BPETokenizer"
+"""The only type for which --allow-special has an effect."""
 _MOST_TOKENS: Final = 2**31 - 1
 """Token ids are at most int32."""
 
@@ -55,12 +53,6 @@ _MOST_TOKENS: Final = 2**31 - 1
 def add(commands: Commands) -> None:
     _add_preprocess(commands)
     _add_train_tokenizer(commands)
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("the name is empty")
-    return Path(text)
 
 
 def _add_preprocess(commands: Commands) -> None:
@@ -72,10 +64,6 @@ def _add_preprocess(commands: Commands) -> None:
     parser = add_command(commands, "preprocess", _preprocess, summary, example)
     texts = parser.add_argument_group("input")
     _add_texts(texts, "JSON keys to tokenize, one data set per key (default: text)")
-    text = "not supported: texts are not split into sentences"
-    texts.add_argument("--split-sentences", action="store_true", help=text)
-    text = "keep newlines between sentences; no effect without --split-sentences"
-    texts.add_argument("--keep-newlines", action="store_true", help=text)
     tokenizer = parser.add_argument_group("tokenizer")
     text = (
         "GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer, NullTokenizer (ids as text), or"
@@ -83,10 +71,10 @@ def _add_preprocess(commands: Commands) -> None:
     )
     tokenizer.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=text)
     text = "vocab.json of GPT-2, or a tokenizer.json"
-    tokenizer.add_argument("--vocab-file", type=_path, metavar="FILE", help=text)
-    tokenizer.add_argument("--merge-file", type=_path, metavar="FILE", help="merges.txt of GPT-2")
+    tokenizer.add_argument("--vocab-file", type=named_path, metavar="FILE", help=text)
+    tokenizer.add_argument("--merge-file", type=named_path, metavar="FILE", help="merges.txt of GPT-2")
     text = "tokenizer model file; for HuggingFaceTokenizer: tokenizer.json, or its folder"
-    tokenizer.add_argument("--tokenizer-model", type=_path, metavar="PATH", help=text)
+    tokenizer.add_argument("--tokenizer-model", type=named_path, metavar="PATH", help=text)
     text = "vocabulary size of NullTokenizer; of TikTokenizer with special tokens (default: 131072)"
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help=text)
     text = "TikTokenizer: pattern that splits texts into words (default: v2)"
@@ -94,7 +82,11 @@ def _add_preprocess(commands: Commands) -> None:
     text = "TikTokenizer: ids reserved for special tokens (default: 1000)"
     tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, metavar="N", help=text)
     text = "TikTokenizer: special tokens in the order of their ids (default: <unk> <s> </s> <mask> <pad> <cls> <sep>)"
-    tokenizer.add_argument("--tokenizer-special-tokens", nargs="+", metavar="TOKEN", help=text)
+    names = ("--tokenizer-special-tokens", "--tiktoken-special-tokens")
+    tokenizer.add_argument(*names, nargs="+", metavar="TOKEN", help=text)
+    text = "HuggingFaceTokenizer: add no token around a text, such as one that begins it"
+    option = "--tokenizer-hf-no-include-special-tokens"
+    tokenizer.add_argument(option, action="store_const", const=True, help=text)
     text = "NullTokenizer: id of the end-of-document token (default: the last)"
     tokenizer.add_argument("--null-tokenizer-eod-id", type=int, metavar="ID", help=text)
     text = "append the end-of-document token to every document: <|endoftext|>, eos_token or </s>"
@@ -107,19 +99,17 @@ def _add_preprocess(commands: Commands) -> None:
     tokenizer.add_argument("--encoder", choices=["auto", "reference"], default="auto", help=text)
     output = parser.add_argument_group("output")
     text = "write PREFIX_<key>_document.bin, .idx and .json"
-    output.add_argument("--output-prefix", type=_path, required=True, metavar="PREFIX", help=text)
+    output.add_argument("--output-prefix", type=named_path, required=True, metavar="PREFIX", help=text)
     text = "format of the data set; only mmap is supported (default: mmap)"
     output.add_argument("--dataset-impl", default="mmap", metavar="FORMAT", help=text)
     _add_rejects(output)
     run = parser.add_argument_group("run")
     run.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
-    text = "no effect: --workers process every input together, and the output keeps its order"
-    run.add_argument("--partitions", type=int, metavar="N", help=text)
-    run.add_argument("--keep-sequential-samples", action="store_true", help=text)
     text = "print progress every N documents if standard error is not a terminal"
     run.add_argument("--log-interval", type=int, metavar="N", help=text)
     run.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    add_quiet(run)
+    parser.add_quiet()
+    megatron_options.add(parser)
 
 
 def _add_train_tokenizer(commands: Commands) -> None:
@@ -130,30 +120,34 @@ def _add_train_tokenizer(commands: Commands) -> None:
     text = "vocabulary size, including the 256 bytes and <|endoftext|>"
     output.add_argument("--vocab-size", type=int, required=True, metavar="N", help=text)
     text = "folder for tokenizer.json, vocab.json and merges.txt"
-    output.add_argument("--output", type=_path, required=True, metavar="DIR", help=text)
+    output.add_argument("--output", type=named_path, required=True, metavar="DIR", help=text)
     _add_rejects(output)
-    add_quiet(parser)
+    parser.add_quiet()
 
 
 def _add_texts(group: argparse._ArgumentGroup, keys: str) -> None:
-    text = "files, folders or glob patterns, or - for standard input; gzip, bz2, xz and zstd are decompressed"
+    text = "files, folders, glob patterns or URLs, or - for standard input; gzip, bz2, xz and zstd are decompressed"
     group.add_argument("--input", nargs="+", required=True, help=text)
     group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys)
-    text = "jsonl: a JSON object per line; text: a document per line (default: auto, by file name)"
-    group.add_argument("--input-format", choices=["auto", "jsonl", "text"], default="auto", help=text)
+    text = "jsonl: a JSON object per line; text: a document per line; csv, tsv: with a header (default: auto, by name)"
+    group.add_argument("--input-format", choices=["auto", "jsonl", "text", "csv", "tsv"], default="auto", help=text)
+    text = "what a document is: a line or row, or a whole file (default: line)"
+    group.add_argument("--documents", choices=["line", "file"], default="line", help=text)
 
 
 def _add_rejects(group: argparse._ArgumentGroup) -> None:
     text = "what to do with an invalid line (default: stop)"
     group.add_argument("--on-error", choices=["stop", "skip"], default="stop", help=text)
     group.add_argument(
-        "--rejects", type=_path, metavar="FILE", help="write skipped lines to FILE, each with the reason"
+        "--rejects", type=named_path, metavar="FILE", help="write skipped lines to FILE, each with the reason"
     )
+    text = "largest share of skipped lines, from 0 to 1 (default: 0.5)"
+    group.add_argument("--max-rejects", type=float, default=0.5, metavar="SHARE", help=text)
 
 
-def _preprocess(arguments: argparse.Namespace) -> int:
+def _preprocess(arguments: Arguments) -> int:
     """Tokenize texts into Megatron's .bin and .idx files. Takes the options of Megatron's preprocess_data.py."""
-    from tridock.data.outputs import check_outputs
+    from tridock.data.dataset.prefixes import check_outputs
     from tridock.data.preprocess import Request, preprocess
     from tridock.data.progress import progress_bar
     from tridock.data.resumable_build import build_folder
@@ -161,13 +155,14 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     from tridock.data.tokenize.encoders import check_ids_fit
     from tridock.data.tokenize.memory import limit_free_memory
 
-    if problems := list(_preprocess_problems(arguments)):
-        raise RequestError(problems)
+    RequestError.raise_for(_preprocess_problems(arguments))
     limit_free_memory()
     sources = _find_sources(arguments, "text" if arguments.tokenizer_type == _VOCAB else "jsonl")
     workers = arguments.workers or len(os.sched_getaffinity(0))
-    with _gc_disabled():
-        encoder, notes = _open_encoder(arguments, workers)
+    gc.disable()  # among the 800,000 objects of a large vocabulary, collections take a second
+    encoder, notes = _open_encoder(arguments, workers)
+    gc.freeze()  # in a forked worker, a collection would copy the pages of 100,000 small objects
+    gc.enable()
     check_ids_fit(encoder, str(_tokenizer_file(arguments) or "--vocab-size"))
     notes += _options_without_effect(arguments)
     for note in notes:
@@ -179,6 +174,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         level="sentence" if arguments.tokenizer_type == _VOCAB else "document",
         workers=workers,
         rejects=arguments.rejects,
+        max_rejects=arguments.max_rejects,
         resume=arguments.resume,
     )
     read = [*_tokenizer_files(arguments), *[source.path for source in sources if source.path is not None]]
@@ -194,20 +190,20 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _train_tokenizer(arguments: argparse.Namespace) -> int:
+def _train_tokenizer(arguments: Arguments) -> int:
     """Train a byte-level BPE tokenizer on texts. Writes tokenizer.json, and GPT-2's vocab.json and merges.txt."""
-    from tridock.data.outputs import check_outputs
+    from tridock.data.dataset.prefixes import check_outputs
     from tridock.data.progress import progress_bar
     from tridock.data.tokenize.train import Request, train_tokenizer
 
-    if problems := list(_tokenizer_problems(arguments)):
-        raise RequestError(problems)
+    RequestError.raise_for(_tokenizer_problems(arguments))
     request = Request(
         sources=_find_sources(arguments, "jsonl"),
         keys=tuple(dict.fromkeys(arguments.json_keys)),
         vocab_size=arguments.vocab_size,
         output=arguments.output,
         rejects=arguments.rejects,
+        max_rejects=arguments.max_rejects,
     )
     check_outputs(request.outputs, [source.path for source in request.sources if source.path is not None])
     steps = (lambda _: None) if arguments.quiet else (lambda line: print(line, file=sys.stderr))
@@ -217,14 +213,19 @@ def _train_tokenizer(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _find_sources(arguments: argparse.Namespace, default: str) -> tuple[Source, ...]:
+def _find_sources(arguments: Arguments, default: str) -> tuple[Source, ...]:
     """Returns the inputs; ``default`` is the format of files whose name does not determine it."""
     from tridock.data.input.files import find_sources, repeated
     from tridock.data.input.sources import Kind
 
     kind = None if arguments.input_format == "auto" else Kind(arguments.input_format)
-    sources = find_sources(arguments.input, kind, Kind(default))
-    texts = [source.name for source in sources if source.kind is Kind.TEXT]
+    if arguments.documents == "file":
+        if kind is not None:
+            todo = "leave one of them out"
+            raise RequestError(Problem("--documents file", "does not go with --input-format", str(kind), todo))
+        kind = Kind.FILE
+    sources = find_sources(arguments.input, kind, Kind(default), lambda note: print(note, file=sys.stderr))
+    texts = [source.name for source in sources if source.kind in (Kind.TEXT, Kind.FILE)]
     if texts and len(keys := dict.fromkeys(arguments.json_keys)) > 1:
         what, todo = f"names {len(keys)} keys, but {texts[0]} is text", "name one, or add --input-format jsonl"
         raise RequestError(Problem("--json-keys", what, " ".join(keys), todo))
@@ -251,31 +252,32 @@ def _looks_like_json(sources: tuple[Source, ...]) -> str | None:
     return None
 
 
-def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+def _preprocess_problems(arguments: Arguments) -> Iterator[Problem]:
     from tridock.data.dataset.prefixes import output_problems
     from tridock.data.input.documents import rejects_problems
+    from tridock.data.input.remote import is_url
 
     yield from output_problems(arguments.output_prefix)
     for key in arguments.json_keys:
         if "/" in key:
             yield Problem("--json-keys", "contains a /, which a file name cannot have", key, "rename the key")
-    if arguments.split_sentences:
-        todo = "leave it out (GPT needs none), or use Megatron's tools/preprocess_data.py"
-        yield Problem("--split-sentences", "is not supported: texts are not split into sentences", "", todo)
+    yield from megatron_options.problems(arguments)
     yield from _type_problems(arguments)
+    if arguments.tokenizer_type == _HUGGING_FACE and arguments.tokenizer_model is not None:
+        yield from _model_problems(arguments.tokenizer_model)
     if arguments.dataset_impl != "mmap":
         yield Problem("--dataset-impl", "must be mmap", arguments.dataset_impl, "leave it out: the engines read mmap")
-    for name in ("workers", "partitions", "log_interval"):
+    for name in ("workers", "log_interval"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             yield Problem(f"--{name.replace('_', '-')}", "must be at least 1", str(value), "raise it, or leave it out")
-    yield from rejects_problems(arguments.on_error, arguments.rejects)
-    if arguments.resume and "-" in arguments.input:
+    yield from rejects_problems(arguments.on_error, arguments.rejects, arguments.max_rejects)
+    if arguments.resume and any(it == "-" or is_url(it) for it in arguments.input):
         todo = "leave --resume out and start from the beginning"
-        yield Problem("--resume", "cannot continue with standard input", "", todo)
+        yield Problem("--resume", "cannot continue with standard input or a URL", "", todo)
 
 
-def _type_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+def _type_problems(arguments: Arguments) -> Iterator[Problem]:
     from tridock.data.tokenize.tiktoken import SPECIAL_TOKENS
 
     kind = arguments.tokenizer_type
@@ -288,7 +290,7 @@ def _type_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield Problem(own, f"is required with --tokenizer-type {kind}", "", "name the tokenizer")
     for option, kinds in _OF_TYPES.items():
         if kind not in kinds and (got := _value(arguments, option)) is not None:
-            got = " ".join(got) if isinstance(got, list) else str(got)
+            got = " ".join(got) if isinstance(got, list) else "" if got is True else str(got)
             yield Problem(option, f"does not go with --tokenizer-type {kind}", got, f"leave it out, and give {own}")
     size = arguments.vocab_size
     if size is not None and not 1 <= size <= _MOST_TOKENS:
@@ -296,8 +298,7 @@ def _type_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         return
     end = arguments.null_tokenizer_eod_id
     if kind == _NULL and size is not None and end is not None and not 0 <= end < size:
-        todo = "change it, or leave it out"
-        yield Problem("--null-tokenizer-eod-id", f"must be an id below {size}", str(end), todo)
+        yield Problem("--null-tokenizer-eod-id", f"must be an id below {size}", str(end), "change it, or leave it out")
     if kind == _TIKTOKEN:
         _, special, kept, most = _of_tiktoken(arguments)
         if not len(special) <= kept < most:
@@ -308,7 +309,25 @@ def _type_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
             yield Problem("--tokenizer-special-tokens", what, " ".join(special), "name them all")
 
 
-def _of_tiktoken(arguments: argparse.Namespace) -> tuple[str, Sequence[str], int, int]:
+def _model_problems(model: Path) -> Iterator[Problem]:
+    """Yields a problem if ``--tokenizer-model`` is a name on the hub, or a folder without ``tokenizer.json``."""
+    from tridock.contracts.tokenizers import GPT2_FILES, SENTENCE_PIECE, TOKENIZER
+
+    if not model.exists() and re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", str(model)) and model.suffix != ".json":
+        included = ("--include", "*token*", *GPT2_FILES)
+        command = shlex.join(("hf", "download", str(model), *included, "--local-dir", model.name))
+        what, todo = "is not here, and nothing is downloaded", f"{command}, and name that folder"
+        yield Problem("--tokenizer-model", what, str(model), todo)
+    elif model.is_dir() and not (model / TOKENIZER).exists():
+        todo = (
+            "save it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(NEW); or name its files:"
+            f" --tokenizer-type GPT2BPETokenizer with --vocab-file {GPT2_FILES[0]} and --merge-file {GPT2_FILES[1]},"
+            f" {_SENTENCE_PIECE[0]} or {_TIKTOKEN} with --tokenizer-model {SENTENCE_PIECE}"
+        )
+        yield Problem(str(model), f"has no {TOKENIZER}", "", todo)
+
+
+def _of_tiktoken(arguments: Arguments) -> tuple[str, Sequence[str], int, int]:
     """Returns the pattern, the special tokens, the number of ids reserved for them, and the total number of ids."""
     from tridock.data.tokenize.tiktoken import SPECIAL_IDS, SPECIAL_TOKENS, VOCAB_SIZE
 
@@ -321,29 +340,28 @@ def _of_tiktoken(arguments: argparse.Namespace) -> tuple[str, Sequence[str], int
     )
 
 
-def _value(arguments: argparse.Namespace, option: str) -> object:
+def _value(arguments: Arguments, option: str) -> object:
     return getattr(arguments, option.removeprefix("--").replace("-", "_"))
 
 
-def _tokenizer_file(arguments: argparse.Namespace) -> Path | None:
+def _tokenizer_file(arguments: Arguments) -> Path | None:
     """Returns the tokenizer's file, for which Megatron has two options; None if it is not a file."""
     file = _value(arguments, _NAMED_BY[arguments.tokenizer_type])
     return file if isinstance(file, Path) else None
 
 
-def _tokenizer_files(arguments: argparse.Namespace) -> list[Path]:
+def _tokenizer_files(arguments: Arguments) -> list[Path]:
     """Returns all files that the tokenizer is read from; one that is optional may be missing."""
-    from tridock.data.tokenize.huggingface import files_of
-    from tridock.data.tokenize.tokenizer import TOKENIZER
+    from tridock.contracts.tokenizers import GPT2_FILES, TOKENIZER, files_of
 
     file = _tokenizer_file(arguments)
     if file is not None and arguments.tokenizer_type == _HUGGING_FACE:
         return files_of(file)
-    files = [file / TOKENIZER if file is not None and file.is_dir() else file, arguments.merge_file]
-    return [each for each in files if each is not None]
+    inside = [file / name for name in (TOKENIZER, *GPT2_FILES)] if file is not None and file.is_dir() else [file]
+    return [each for each in (*inside, arguments.merge_file) if each is not None]
 
 
-def _tokenizer_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+def _tokenizer_problems(arguments: Arguments) -> Iterator[Problem]:
     from tridock.data.input.documents import rejects_problems
     from tridock.data.tokenize.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY
 
@@ -355,75 +373,47 @@ def _tokenizer_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--vocab-size", f"must be at most {_MOST_TOKENS}: token ids are int32", str(size), "lower it")
     if arguments.output.exists() and not arguments.output.is_dir():
         yield Problem("--output", "is not a folder", str(arguments.output), "name a folder")
-    yield from rejects_problems(arguments.on_error, arguments.rejects)
+    yield from rejects_problems(arguments.on_error, arguments.rejects, arguments.max_rejects)
 
 
-@contextmanager
-def _gc_disabled() -> Iterator[None]:
-    """Disables the garbage collector while a vocabulary is read, and freezes what was read.
-
-    A vocabulary is 100,000 small long-lived objects. A collection would visit each, and copy their pages in a forked
-    worker.
-    """
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
-
-
-def _open_encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder, list[str]]:
-    """Returns the encoder that the options name, and notes for the user."""
+def _open_encoder(arguments: Arguments, workers: int) -> tuple[Encoder, list[str]]:
     from tridock.data.tokenize.encoders import Reference, fastest
-    from tridock.data.tokenize.huggingface import HuggingFaceTokenizer, fastest_of
+    from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
     from tridock.data.tokenize.sentencepiece import SentencePieceTokenizer
     from tridock.data.tokenize.tiktoken import TikTokenizer
     from tridock.data.tokenize.tokenizer import open_tokenizer
     from tridock.data.tokenize.words import Null, Vocabulary
 
     kind, model = arguments.tokenizer_type, arguments.tokenizer_model
-    if kind == _HUGGING_FACE:
-        if arguments.encoder == "reference":
-            return HuggingFaceTokenizer(model), []
-        encoder, why = fastest_of(model, workers)
-        return encoder, [why] * bool(why)
     if kind in _SENTENCE_PIECE:
-        return SentencePieceTokenizer(model), []
+        return SentencePieceTokenizer(model, arguments.append_eod), []
     if kind == _TIKTOKEN:
-        return TikTokenizer(model, *_of_tiktoken(arguments)), []
+        own = [option for option, kinds in _OF_TYPES.items() if kinds[0] == kind]
+        given = [option for option in own if _value(arguments, option) is not None]
+        return TikTokenizer(model, *_of_tiktoken(arguments), given=given), []
     if kind == _NULL:
         return Null(arguments.vocab_size, arguments.null_tokenizer_eod_id), []
     if kind == _VOCAB:
         return Vocabulary(arguments.vocab_file), []
-    tokenizer = open_tokenizer(arguments.vocab_file, arguments.merge_file)
-    if arguments.allow_special:
-        tokenizer.accept_special()
-    notes = [] if arguments.merge_file is None else list(_ignored_merges(arguments.merge_file))
+    reference: HuggingFaceTokenizer | Reference
+    if kind == _HUGGING_FACE:
+        around = arguments.tokenizer_hf_no_include_special_tokens is None
+        reference = HuggingFaceTokenizer(model, needs_end=arguments.append_eod, around=around)
+    else:
+        tokenizer = open_tokenizer(arguments.vocab_file, arguments.merge_file, arguments.append_eod)
+        if arguments.allow_special:
+            tokenizer.accept_special()
+        reference = Reference(tokenizer)
     if arguments.encoder == "reference":
-        return Reference(tokenizer), notes
-    encoder, why = fastest(tokenizer, workers)
-    return encoder, notes + [why] * bool(why)
+        return reference, []
+    encoder, why = fastest(reference, workers)
+    return encoder, [why] * bool(why)
 
 
-def _options_without_effect(arguments: argparse.Namespace) -> Iterator[str]:
+def _options_without_effect(arguments: Arguments) -> Iterator[str]:
     """Yields a note for each Megatron option that has no effect here."""
-    if arguments.keep_newlines:
-        yield "--keep-newlines: has no effect without --split-sentences"
-    if arguments.partitions is not None:
-        yield "--partitions: has no effect; --workers sets the number of processes"
-    if arguments.keep_sequential_samples:
-        yield "--keep-sequential-samples: has no effect; documents always keep their order"
+    yield from megatron_options.notes(arguments)
     if arguments.use_gigatoken and arguments.encoder == "reference":
         yield "--use-gigatoken: has no effect with --encoder reference"
-    if arguments.allow_special and (why := _ALLOW_SPECIAL.get(arguments.tokenizer_type)):
-        yield f"--allow-special: has no effect with --tokenizer-type {arguments.tokenizer_type}, which {why}"
-
-
-def _ignored_merges(merge_file: Path) -> Iterator[str]:
-    """Yields a note for each line of a merges.txt that may be a merge, and that Megatron (and so Tridock) ignores."""
-    text = merge_file.read_text(encoding="utf-8")
-    if not text.startswith("#"):
-        yield f"{merge_file}: the first line is ignored, as Megatron does, although it is no comment"
-    if not text.endswith("\n"):
-        yield f"{merge_file}: the last line is ignored, as Megatron does, because no newline ends it"
+    if arguments.allow_special and arguments.tokenizer_type != _ALLOW_SPECIAL:
+        yield f"--allow-special: has no effect with --tokenizer-type {arguments.tokenizer_type}"

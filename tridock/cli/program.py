@@ -1,7 +1,5 @@
 """The parser of all ``tridock`` subcommands, and the handling of their errors."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import functools
@@ -12,34 +10,33 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tridock import __version__
 from tridock.cli import (
     bench,
-    calibrate,
     cluster,
-    completion,
     data,
     interrupts,
     launch,
     plan,
     project,
+    rehearse,
+    resume,
     run,
+    run_list,
     runs,
+    shell,
     slurm,
-    track,
     train,
     watch,
     weights,
 )
-from tridock.cli.options import HelpFormatter, Parser, UsageError
-from tridock.cli.output import print_problems
+from tridock.cli.options import Arguments, HelpFormatter, Parser, UsageError
+from tridock.cli.output import print_json
 from tridock.contracts.appends import NO_ROOM
-from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError, count, cut, extras_explained
-
-if TYPE_CHECKING:
-    from tridock.cli.options import Action
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError, count, cut
+from tridock.extras import extras_explained
 
 _DESCRIPTION: Final = (
     "Plan, run, measure and diagnose distributed training: on a cluster of Docker hosts (launch), on this machine"
@@ -61,45 +58,47 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
         # `| tee log` shows each line as soon as it is printed. File names may be any bytes.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     parser = build_parser(program)
-    completion.complete(parser)
+    project.complete(parser)
     given = sys.argv[1:] if argv is None else argv
     own = itertools.takewhile(lambda word: word != "--", given)  # the rest belongs to a program
     as_json = any(len(word) > len("--") and "--json".startswith(word) for word in own)
     try:
         with interrupts.raised(), extras_explained(), _paths_refused():
-            arguments = parser.parse_args(given)
-            action: Action = arguments.action
-            code = action(arguments)
+            arguments = parser.parse_args(given, Arguments())
+            code: int = arguments.action(arguments)
             sys.stdout.flush()
     except UsageError as error:
         if as_json:
-            print_problems([{"field": "", "message": error.message, "nearest": []}])
+            print_json(problems=[{"field": "", "message": error.message, "nearest": []}])
         raise
     except TridockError as error:
         if as_json:
-            print_problems([problem.document for problem in error.problems])
+            print_json(problems=[problem.document for problem in error.problems])
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has closed the pipe (`| head`). Python would report the unwritten rest at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _EXIT_BROKEN_PIPE
+        return drop_output()
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
         where = "standard output" if error.filename is None else str(error.filename)
         todo = "free some space there, and run the command again"
-        null = os.open(os.devnull, os.O_WRONLY)
+        drop_output()
         try:
-            print(Problem(where, "cannot be written", error.strerror or str(error), todo), file=sys.stderr)
+            print(Problem.of_error(where, "cannot be written", error, todo), file=sys.stderr)
         except OSError:  # standard error is on the same disk
-            os.dup2(null, sys.stderr.fileno())
-        os.dup2(null, sys.stdout.fileno())
+            os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
         return RequestError.exit_code
     return code
+
+
+def drop_output() -> int:
+    """Returns the exit code for a reader that has closed the pipe (`| head`); Python would report the rest at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _EXIT_BROKEN_PIPE
 
 
 @contextmanager
@@ -127,8 +126,8 @@ def build_parser(program: str = "tridock") -> argparse.ArgumentParser:
         "--version", action="version", version=f"tridock {__version__}", help="show the version and exit"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, plan, cluster, launch, run, runs, watch, track):
+    for module in (train, rehearse, plan, cluster, shell, launch, resume, run_list, run, runs, watch):
         module.add(commands)
-    for module in (weights, data, slurm, bench, calibrate, project, completion):
+    for module in (weights, data, slurm, bench, project):
         module.add(commands)
     return parser

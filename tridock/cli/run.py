@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.cli.launch import add_start, follow_job, print_preview, report_start
-from tridock.cli.options import Commands, add_cluster, add_command, open_session
-from tridock.cli.output import say
+from tridock.cli.launch import add_start, print_preview, report_start, start_job
+from tridock.cli.options import Arguments, Commands, add_command
 from tridock.errors import Problem, RequestError, count
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ def add(commands: Commands) -> None:
         "--slurm site.yaml --nodes 2 -- torchrun train.py --epochs 3",
     )
     parser = add_command(commands, "run", _run, "run your own program on a cluster", *examples)
-    add_cluster(parser)
+    parser.add_cluster()
     text = "site profile of a Slurm cluster (docs/guides/slurm.md): run the program in a job there, not on --hosts"
     parser.add_argument("--slurm", type=Path, metavar="PROFILE", help=text)
     text = "YAML file with `engine: command` and the program (docs/guides/any-script.md), instead of PROGRAM"
@@ -43,8 +41,11 @@ def add(commands: Commands) -> None:
     parser.add_argument("--restarts", type=int, metavar="N", help="restart a failed run up to N times (default: 0)")
     text = "command line for restarts, as one argument (default: the original command line)"
     parser.add_argument("--resume-command", metavar="COMMAND", help=text)
-    text = "how often to start a program that is not a launcher: once per slot (default), or once per node if it starts"
-    parser.add_argument("--per", choices=("slot", "node"), help=text + " the ranks itself, e.g. a script with torchrun")
+    text = (
+        "how often to start a program that is not a launcher: once per slot (default); once per node if it starts the"
+    )
+    text += " node's ranks itself, e.g. a script with torchrun; once per cluster if it starts all ranks from the head"
+    parser.add_argument("--per", choices=("slot", "node", "cluster"), help=text)
     text = "how the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular expression"
     parser.add_argument(
         "--metrics", metavar="PATTERN", help=text + " with groups, e.g. 'iter (?P<iteration>\\d+): loss (?P<loss>\\S+)'"
@@ -57,7 +58,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help=text)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: Arguments) -> int:
     """Run your own program on the cluster and follow its output. Ctrl-C detaches, and the run continues.
 
     Tridock copies the folder to every node, adds the nodes, ranks and rendezvous to the command line, and watches the
@@ -65,26 +66,32 @@ def _run(arguments: argparse.Namespace) -> int:
     """
     if arguments.slurm is not None:
         return _run_under_slurm(arguments)
-    session = open_session(arguments, lambda cluster: _cluster(arguments, cluster), ahead=not arguments.dry_run)
-    from tridock.ops.runs import command
+    hosts = arguments.open_hosts(lambda cluster: _cluster(arguments, cluster))
+    from tridock.launchers.ssh import Ssh
+    from tridock.ops.hosts.client import NodeClient
+    from tridock.ops.runs.code import read_code
+    from tridock.ops.runs.launch import launch, preview
+    from tridock.ops.runs.prepared import prepare_command
+    from tridock.ops.runs.trackers import with_cluster_trackers
 
-    experiment = _experiment(arguments)
-    prepared = command.prepare(session, experiment, _code_folder(arguments))
+    experiment = with_cluster_trackers(_experiment(arguments), hosts.cluster.settings)
+    files, slots = read_code(_code_folder(arguments) / experiment.code), hosts.cluster.slots
+    if files.left_out:
+        arguments.note(f"not copied: {', '.join(files.left_out)}")
+    prepared = prepare_command(experiment, files, slots, Ssh())
     if arguments.dry_run:
-        print_preview(command.preview(session, prepared), verbose=arguments.verbose)
+        print_preview(preview(hosts.cluster, prepared), verbose=arguments.verbose)
         return 0
-    bundle = command.launch(session, prepared, check=arguments.check, share=arguments.share, queue=arguments.queue)
-    if not arguments.quiet:
-        slots = session.cluster.slots
-        what = f"{count(sum(map(len, slots.values())), 'slot')} on {count(len(slots), 'node')}"
-        code = f"{count(len(prepared.code.files), 'file')} of {prepared.code.folder.resolve()}"
-        say(f"run {bundle.run_id}: {shlex.join(experiment.command)}; {what}, {code}")
-    return report_start(arguments, session, bundle)
+    options = {"check": arguments.check, "share": arguments.share, "queue": arguments.queue}
+    bundle, client = launch(NodeClient.of(hosts), prepared, **options)
+    what = f"{count(sum(map(len, slots.values())), 'slot')} on {count(len(slots), 'node')}"
+    code = f"{files.number} of {files.folder.resolve()}"
+    arguments.note(f"run {bundle.run_id}: {shlex.join(experiment.command)}; {what}, {code}")
+    return report_start(arguments, client, bundle)
 
 
-def _run_under_slurm(arguments: argparse.Namespace) -> int:
-    from tridock.contracts.run_folder import write_atomic
-    from tridock.ops.slurm.submit import SubmitOptions, render_script, submit
+def _run_under_slurm(arguments: Arguments) -> int:
+    from tridock.ops.slurm.submit import SubmitOptions
 
     given = {"--hosts": arguments.hosts, "--share": arguments.share, "--queue": arguments.queue}
     given |= {"--include": arguments.include, "--exclude": arguments.exclude}
@@ -98,25 +105,15 @@ def _run_under_slurm(arguments: argparse.Namespace) -> int:
         changes={name: value for name, value in changes.items() if value is not None},
         program=(_experiment(arguments), _code_folder(arguments)),
     )
-    if arguments.dry_run:
-        print(render_script(options), end="")
-        return 0
-    job = submit(options, lambda line: None if arguments.quiet else print(line, file=sys.stderr))
-    (folder,) = job.folders
-    if arguments.run_id_file:
-        write_atomic(arguments.run_id_file, f"{folder.name}\n".encode())
-    say(folder.name if arguments.quiet else f"job {job.job_id}\nrun {folder.name}; folder {folder}")
-    if arguments.detach:
-        return 0
-    return follow_job(options.workspace, job)
+    return start_job(arguments, options)
 
 
-def _code_folder(arguments: argparse.Namespace) -> Path:
+def _code_folder(arguments: Arguments) -> Path:
     """Returns the folder that the experiment's ``code`` is relative to."""
     return arguments.config.parent if arguments.config and arguments.workdir is None else Path()
 
 
-def _cluster(arguments: argparse.Namespace, cluster: Cluster) -> Cluster:
+def _cluster(arguments: Arguments, cluster: Cluster) -> Cluster:
     if (image := arguments.image) is not None:
         from tridock.cluster.schema import IMAGE_NAME
         from tridock.ops.image.wrap import has_layer
@@ -127,7 +124,7 @@ def _cluster(arguments: argparse.Namespace, cluster: Cluster) -> Cluster:
     return cluster.first(arguments.nodes, arguments.slots)
 
 
-def _experiment(arguments: argparse.Namespace) -> CommandExperiment:
+def _experiment(arguments: Arguments) -> CommandExperiment:
     """Returns the experiment from the file or the options; options override fields of the file."""
     from tridock.experiment import load_command
     from tridock.experiment.command import ENGINE, CommandExperiment, name_of
@@ -152,12 +149,8 @@ def _experiment(arguments: argparse.Namespace) -> CommandExperiment:
 
 
 def _split(text: str) -> list[str]:
-    try:
+    with RequestError.in_place_of(ValueError, "--resume-command", "is not a valid command line", "close the quote"):
         return shlex.split(text)
-    except ValueError as error:
-        raise RequestError(
-            Problem("--resume-command", "is not a valid command line", str(error), "close the quote")
-        ) from None
 
 
 def _variable(text: str) -> tuple[str, str]:

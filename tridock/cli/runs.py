@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tridock.cli.launch import follow, follow_job, reachable
-from tridock.cli.options import (
-    Commands,
-    add_cluster,
-    add_command,
-    add_run,
-    add_run_folder,
-    add_workspace,
-    find_hostfile,
-    open_session,
-    output_file,
-    run_of,
-)
-from tridock.cli.output import print_tables, say
+from tridock.cli.options import Arguments, Commands, add_command, output_file
+from tridock.cli.output import print_json, print_tables, say
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError, RunError
 
 if TYPE_CHECKING:
     from tridock.differences import Difference
+    from tridock.reproduction.original import Original
     from tridock.reproduction.outcome import Outcome
 
 
 def add(commands: Commands) -> None:
     which = "run id, or run folder (runs/<run-id>)"
-    examples: tuple[str, ...] = (
-        "runs/demo-3d-20261122-110613-14b7",
-        "--hosts hostfile",
-        "runs/a runs/b -o both.html",
-    )
+    examples: tuple[str, ...] = ("runs/demo-3d-20261122-110613-14b7", "--hosts hostfile", "runs/a runs/b -o both.html")
     parser = add_command(commands, "report", _report, "summarize runs: a table, a loss curve, an HTML page", *examples)
-    add_run(parser, which, several=True)
-    add_cluster(parser)
+    parser.add_run(which, several=True)
+    parser.add_cluster()
     text = "file for the loss curve (default: loss.png in the run folder)"
     parser.add_argument("--png", type=output_file, metavar="FILE", help=text)
     text = (
@@ -51,9 +37,9 @@ def add(commands: Commands) -> None:
 
     examples = ("--run runs/demo-3d-20261122-110613-14b7", "--hosts hostfile --run demo-3d-20261122-110613-14b7")
     parser = add_command(commands, "reproduce", _reproduce, "repeat a run and compare the losses", *examples)
-    add_run(parser, f"{which}; a folder runs on this machine unless --hosts is given")
-    add_cluster(parser)
-    add_workspace(parser)
+    parser.add_run(f"{which}; a folder runs on this machine unless --hosts is given")
+    parser.add_cluster()
+    parser.add_workspace()
     text = "compare with this existing run instead of repeating RUN"
     parser.add_argument("--against", type=Path, metavar="RUN", help=text)
     text = (
@@ -61,28 +47,28 @@ def add(commands: Commands) -> None:
         " (default: 0 on CPUs; on GPUs 1e-4 in fp32, otherwise 1e-2)"
     )
     parser.add_argument("--tolerance", type=float, help=text)
-    parser.add_argument("--force", action="store_true", help="repeat the run even if the data or the GPUs have changed")
+    parser.add_flag("--force", "repeat the run even if the data, the GPUs or the number of slots have changed")
+    parser.add_yes()
 
     examples = ("--hosts hostfile", "--run runs/demo-3d-20261122-110613-14b7")
     parser = add_command(commands, "triage", _triage, "explain why a run failed", *examples)
-    add_run(parser, which, "the last failed run")
-    add_cluster(parser)
+    parser.add_run(which, "the last failed run")
+    parser.add_cluster()
 
     example = "runs/demo-3d-20261122-110613-14b7 --without host-b"
     parser = add_command(commands, "replan", _replan, "show how a run continues after it loses nodes", example)
-    add_run_folder(parser)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder: runs/<run-id>")
     parser.add_argument("--without", action="append", default=[], metavar="NODE", help="lost node; repeatable")
     text = "spare node that may replace a lost one; repeatable"
     parser.add_argument("--spare", action="append", default=[], metavar="NODE", help=text)
     parser.add_argument("--head", metavar="NODE", help="new head of the run (default: its head)")
-    parser.add_argument("--from-scratch", action="store_true", help="start from the beginning, not from a checkpoint")
-    parser.add_argument("--json", action="store_true", help="print the new plan and the run's new files as JSON")
+    parser.add_flag("--from-scratch", "start from the beginning, not from a checkpoint")
+    parser.add_flag("--json", "print the new plan and the run's new files as JSON")
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(arguments: Arguments) -> int:
     """Print a table about one run and draw its loss curve, or write one HTML page about several runs and logs. Runs of
-    a cluster are fetched first.
-    """
+    a cluster are fetched first."""
     folders, fetched = _folders(arguments)
     if fetched:
         arguments.output = arguments.output or folders[0] / run_folder.REPORT
@@ -102,9 +88,9 @@ def _report(arguments: argparse.Namespace) -> int:
     run = folders[0]
     png = arguments.png or run / run_folder.LOSS_CURVE
     subject = of_run(run)
-    print_tables(render_table(subject.name, subject.rows))
+    print_tables(render_table(f"Run {subject.name}", subject.rows))
     if subject.summary is not None or len(subject.columns):
-        plot_loss(run, png)
+        plot_loss(subject, png)
         print(f"loss curve  {png}")
     else:
         say("no losses: tridock run --metrics reads them from the program's output")
@@ -112,32 +98,27 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _is_folder(run: str, arguments: argparse.Namespace) -> bool:
-    """Whether a run is named by its folder, which is the only way without a cluster."""
-    return "/" in run or Path(run).is_dir() or find_hostfile(arguments) is None
-
-
-def _folders(arguments: argparse.Namespace) -> tuple[list[Path], bool]:
+def _folders(arguments: Arguments) -> tuple[list[Path], bool]:
     """Returns the folders of the runs and whether any was fetched. On a cluster the default is the last run."""
     runs: list[str | None] = [*arguments.run]
-    if not runs and not arguments.log and find_hostfile(arguments) is not None:
+    if not runs and not arguments.log and arguments.found_hostfile is not None:
         runs = [None]
-    if all(run is not None and _is_folder(run, arguments) for run in runs):
+    if all(run is not None and arguments.is_run_folder(run) for run in runs):
         return [Path(run) for run in arguments.run], False
-    session = open_session(arguments)
+    client = arguments.open_client()
 
+    from tridock.ops.runs.cluster_runs import choose_run
     from tridock.ops.runs.fetch import fetch
-    from tridock.ops.runs.registry import choose_run
 
     def folder_of(run: str | None) -> Path:
-        if run is not None and _is_folder(run, arguments):
+        if run is not None and arguments.is_run_folder(run):
             return Path(run)
-        return fetch(session, choose_run(session, run, active=False), Path("runs"))
+        return fetch(client, choose_run(client, run, active=False), Path("runs"))
 
     return [folder_of(run) for run in runs], True
 
 
-def _page(arguments: argparse.Namespace, folders: Sequence[Path]) -> int:
+def _page(arguments: Arguments, folders: Sequence[Path]) -> int:
     from tridock.report.page import write_report
 
     if arguments.png is not None:
@@ -150,24 +131,23 @@ def _page(arguments: argparse.Namespace, folders: Sequence[Path]) -> int:
     return 0
 
 
-def _reproduce(arguments: argparse.Namespace) -> int:
+def _reproduce(arguments: Arguments) -> int:
     """Repeat a run from its folder, and compare environment and losses with the original. The exit code is 4 if the
-    losses differ.
-    """
+    losses differ."""
     from tridock.ops.runs.reproduce import check_tolerance, compare_with, reproduce_here
     from tridock.report.run_tables import verdict_table
 
-    run, code = run_of(arguments), 0
+    run, code = arguments.named_run, 0
     check_tolerance(arguments.tolerance)
     if arguments.against is not None:
-        outcome: Outcome | None = compare_with(
-            Path(_named(run)), arguments.against, _print_environment, arguments.tolerance
-        )
+        if run is None:
+            raise RequestError(Problem("--run", "is missing", "", "give the folder of the first run: runs/<run-id>"))
+        outcome: Outcome | None = compare_with(Path(run), arguments.against, _print_environment, arguments.tolerance)
     elif run is not None and arguments.hosts is None and _is_slurms_program(Path(run)):
         outcome, code = _reproduce_under_slurm(arguments, Path(run))
-    elif run is not None and _is_folder(run, arguments) and arguments.hosts is None:
+    elif run is not None and arguments.is_run_folder(run) and arguments.hosts is None:
         options = {"tolerance": arguments.tolerance, "force": arguments.force}
-        outcome, code = reproduce_here(Path(run), arguments.workspace, _print_environment, **options)
+        outcome, code = reproduce_here(Path(run), arguments.workspace, _print_environment, arguments.confirm, **options)
     else:
         outcome, code = _reproduce_on_cluster(arguments, run)
     if outcome is None:
@@ -177,27 +157,26 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     return RunError.exit_code if outcome.verdict == "different" else 0
 
 
-def _named(run: str | None) -> str:
-    if run is None:
-        raise RequestError(Problem("--run", "is missing", "", "give the folder of the first run: runs/<run-id>"))
-    return run
+def _reproduce_on_cluster(arguments: Arguments, run: str | None) -> tuple[Outcome | None, int]:
+    from tridock.ops.runs import cluster_runs, reproduce_remote
+    from tridock.ops.runs.fetch import newest_copy
 
-
-def _reproduce_on_cluster(arguments: argparse.Namespace, run: str | None) -> tuple[Outcome | None, int]:
-    from tridock.ops.runs import registry, reproduce_remote
-
-    session = open_session(arguments)
+    hosts = arguments.open_hosts()
     home = Path("runs") if run is None or "/" not in run else Path(run).parent
-    original = reproduce_remote.original_of(session, None if run is None else Path(run).name, home)
-    bundle, gate = reproduce_remote.start(session, original, _print_environment, force=arguments.force)
-    again = registry.Run(bundle.run_id, session.head)
+    original = newest_copy(hosts, None if run is None else Path(run).name, home)
+    options = {"chosen": bool(arguments.include or arguments.exclude), "force": arguments.force}
+    bundle, client, gate = reproduce_remote.start(hosts, original, _print_environment, arguments.confirm, **options)
+    again = cluster_runs.Run(bundle.run_id, client.head)
     say(f"run {bundle.run_id}: repeats {original.name}")
-    if code := follow(arguments, session, again):
+    if (code := follow(arguments, client, again)) or not _has_losses(gate.original):
         return None, code
-    if not gate.original.metrics[0]:
+    return reproduce_remote.finish(client, again, gate, home, arguments.tolerance), 0
+
+
+def _has_losses(original: Original) -> bool:
+    if not original.metrics[0]:
         say("its losses are not compared: the original has none (docs/guides/any-script.md, Losses)")
-        return None, 0
-    return reproduce_remote.finish(session, again, gate, home, arguments.tolerance), 0
+    return bool(original.metrics[0])
 
 
 def _is_slurms_program(run: Path) -> bool:
@@ -206,21 +185,18 @@ def _is_slurms_program(run: Path) -> bool:
     return (run / run_folder.JOB).is_file() and is_command(run / run_folder.EXPERIMENT)
 
 
-def _reproduce_under_slurm(arguments: argparse.Namespace, run: Path) -> tuple[Outcome | None, int]:
+def _reproduce_under_slurm(arguments: Arguments, run: Path) -> tuple[Outcome | None, int]:
     from tridock.ops.runs.reproduce import compare_with
     from tridock.ops.slurm.submit import again, submit
     from tridock.reproduction.original import read_original
 
     original = read_original(run, losses=False)
-    options = again(run)
+    options = again(run, arguments.confirm)
     job = submit(options, say)
     (folder,) = job.folders
     say(f"job {job.job_id}\nrun {folder.name}: repeats {run.name}; folder {folder}")
-    if code := follow_job(options.workspace, job):
+    if (code := follow_job(options.workspace, job)) or not _has_losses(original):
         return None, code
-    if not original.metrics[0]:
-        say("its losses are not compared: the original has none (docs/guides/any-script.md, Losses)")
-        return None, 0
     return compare_with(run, folder, _print_environment, arguments.tolerance), 0
 
 
@@ -232,25 +208,27 @@ def _print_environment(differences: Sequence[Difference], notes: Sequence[str]) 
         say(f"note: {note}")
 
 
-def _triage(arguments: argparse.Namespace) -> int:
+def _triage(arguments: Arguments) -> int:
     """Explain why a run failed: the rank that failed first, the cause, and the fix."""
-    run = run_of(arguments)
-    if run is not None and _is_folder(run, arguments):
+    run = arguments.named_run
+    if run is not None and arguments.is_run_folder(run):
+        from tridock.contracts.run_state import RunState, state_of
         from tridock.ops.runs.local_run import triage_here
 
-        print(triage_here(Path(run)))
+        state = state_of(Path(run))
+        well = state in (RunState.RUNNING, RunState.DONE, RunState.STOPPED, RunState.PREEMPTED)
+        say(f"{run}: did not fail: {state}" if well else str(triage_here(Path(run))))
         return 0
     from tridock.ops.runs.triage import triage
 
     # The unreachable host may be the cause: the others have evidence.
-    say(str(triage(reachable(open_session(arguments))[0], run)))
+    say(str(triage(reachable(arguments)[0], run)))
     return 0
 
 
-def _replan(arguments: argparse.Namespace) -> int:
+def _replan(arguments: Arguments) -> int:
     """Show how a run continues after it loses nodes: on spare nodes, or with fewer replicas. Changes nothing: the
-    supervisor of the run does the same when it restarts the run.
-    """
+    supervisor of the run does the same when it restarts the run."""
     from tridock.ops.runs.replan import replan
 
     if not arguments.without and arguments.head is None:
@@ -258,5 +236,8 @@ def _replan(arguments: argparse.Namespace) -> int:
     found = replan(
         arguments.run, arguments.without, arguments.spare, from_scratch=arguments.from_scratch, head=arguments.head
     )
-    print(found.to_json() if arguments.json else found.summary, end="" if arguments.json else "\n")
+    if arguments.json:
+        print_json(**asdict(found.new_layout()))
+    else:
+        print(found.summary)
     return 0

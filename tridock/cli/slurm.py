@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tridock.cli.options import Commands, add_command, add_config, add_group, add_set, add_workspace, configs_of
-from tridock.cli.output import print_tables
+from tridock.cli.options import Arguments, Commands, Parser, add_command, add_group
+from tridock.cli.output import print_json, print_tables
 from tridock.contracts.appends import printing_to_a_full_disk
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def add(commands: Commands) -> None:
 
     status = add_command(slurm, "status", _status, "list submitted runs and their progress", "", "--json")
     _add_shared_workspace(status)
-    status.add_argument("--json", action="store_true", help="print a JSON list with an object per run")
+    status.add_flag("--json", "print the runs as JSON")
 
     logs = add_command(slurm, "logs", _logs, "print a run's output", "--follow", "--rank 0")
     _add_run(logs)
     text = "print the log of rank N instead; repeatable"
     logs.add_argument("--rank", type=int, action="append", default=[], metavar="N", help=text)
-    logs.add_argument("--follow", action="store_true", help="follow the output until the job ends")
+    logs.add_flag("--follow", "follow the output until the job ends")
 
     _add_run(add_command(slurm, "cancel", _cancel, "cancel a run's job", "", "1234"))
 
@@ -63,19 +63,18 @@ def add(commands: Commands) -> None:
     supervise = add_command(slurm, "supervise", _supervise, summary, example)
     text = "YAML file of the experiment, if the run folder has none yet"
     supervise.add_argument("--config", type=Path, metavar="CONFIG", help=text)
-    add_set(supervise)
+    supervise.add_set()
     text = "environment variable of the ranks; repeatable"
     supervise.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help=text)
-    supervise.add_argument("--no-requeue", action="store_true", help="do not requeue the job")
-    text = "start your own program in a container whose image has Tridock's layer"
-    supervise.add_argument("--container", action="store_true", help=text)
+    supervise.add_flag("--no-requeue", "do not requeue the job")
+    supervise.add_flag("--container", "start your own program in a container whose image has Tridock's layer")
     supervise.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     supervise.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command that starts all ranks")
 
 
-def _add_submit_options(parser: argparse.ArgumentParser) -> None:
-    add_config(parser, several=True)
-    add_set(parser)
+def _add_submit_options(parser: Parser) -> None:
+    parser.add_config(several=True)
+    parser.add_set()
     text = "job array with one task per value, e.g. optimizer.lr=1e-3,3e-4; repeat for all combinations"
     parser.add_argument("--sweep", action="append", default=[], metavar="FIELD=VALUES", help=text)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="site profile, e.g. configs/slurm/jean-zay.yaml")
@@ -89,19 +88,19 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--image", help="container image: a .sif or .sqsh file, or a name")
     job.add_argument("--no-requeue", action="store_true", help="do not requeue the job at its time limit")
     _add_shared_workspace(parser)
-    parser.add_argument("--force", action="store_true", help="submit even if the plan does not fit in GPU memory")
+    parser.add_flag("--force", "submit even if the plan does not fit in GPU memory")
 
 
-def _add_shared_workspace(parser: argparse.ArgumentParser) -> None:
-    add_workspace(parser, ", on a file system that all nodes share")
+def _add_shared_workspace(parser: Parser) -> None:
+    parser.add_workspace(", on a file system that all nodes share")
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: Parser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help="id of the run or of its job (default: the newest run)")
     _add_shared_workspace(parser)
 
 
-def _submit_options_of(arguments: argparse.Namespace) -> SubmitOptions:
+def _submit_options_of(arguments: Arguments) -> SubmitOptions:
     from tridock.ops.slurm.submit import SubmitOptions
 
     changes: dict[str, Any] = {
@@ -113,7 +112,7 @@ def _submit_options_of(arguments: argparse.Namespace) -> SubmitOptions:
     if arguments.no_requeue:
         changes["requeue"] = False
     return SubmitOptions(
-        configs_of(arguments),
+        arguments.config or [arguments.required_config],
         arguments.set,
         arguments.sweep,
         arguments.profile,
@@ -123,7 +122,7 @@ def _submit_options_of(arguments: argparse.Namespace) -> SubmitOptions:
     )
 
 
-def _render(arguments: argparse.Namespace) -> int:
+def _render(arguments: Arguments) -> int:
     """Print the sbatch script. Contacts neither Slurm nor any node."""
     from tridock.ops.slurm.submit import render_script
 
@@ -131,7 +130,7 @@ def _render(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _submit(arguments: argparse.Namespace) -> int:
+def _submit(arguments: Arguments) -> int:
     """Check the plan, the data and Slurm's limits, submit a job, and print its id and the run folder."""
     from tridock.ops.slurm.submit import submit
 
@@ -142,22 +141,20 @@ def _submit(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: Arguments) -> int:
     """Start a run inside an existing allocation, for example from salloc."""
     from tridock.ops.slurm.submit import run_in_allocation
 
     run_in_allocation(_submit_options_of(arguments))
 
 
-def _status(arguments: argparse.Namespace) -> int:
+def _status(arguments: Arguments) -> int:
     """List the runs that were submitted from this folder, with the state and progress of each."""
-    import json
-
     from tridock.ops.slurm.jobs import table
 
     rows = table(arguments.workspace)
     if arguments.json:
-        print(json.dumps(rows, indent=2))
+        print_json(runs=rows)
         return 0
     from tridock.ops.slurm.jobs import as_table
 
@@ -165,14 +162,14 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _logs(arguments: argparse.Namespace) -> int:
+def _logs(arguments: Arguments) -> int:
     """Print the output of a run, or the log of a rank."""
     from tridock.ops.slurm.jobs import show_logs
 
     return show_logs(arguments.workspace, arguments.run, arguments.rank, follow=arguments.follow)
 
 
-def _cancel(arguments: argparse.Namespace) -> int:
+def _cancel(arguments: Arguments) -> int:
     """Cancel the job of a run, running or queued. The run does not save a checkpoint first."""
     from tridock.ops.slurm.jobs import cancel
 
@@ -181,7 +178,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _supervise(arguments: argparse.Namespace) -> int:
+def _supervise(arguments: Arguments) -> int:
     """Start all ranks with COMMAND and supervise them. The sbatch script calls it on the first node of the job."""
     from tridock.ops.slurm.supervise import Job, supervise
 

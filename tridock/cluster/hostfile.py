@@ -50,11 +50,6 @@ class Hostfile:
     source: str = field(default="hostfile", compare=False)
 
     @property
-    def head(self) -> Node:
-        """The first node, where launchers run."""
-        return self.nodes[0]
-
-    @property
     def pool(self) -> dict[str, int]:
         """Slot counts by name, as DeepSpeed's parser returns them."""
         return {node.name: node.slots for node in self.nodes}
@@ -66,11 +61,8 @@ class Hostfile:
     def select(self, include: str = "", exclude: str = "") -> dict[str, tuple[int, ...]]:
         """Returns each node's slots in use, in file order, under DeepSpeed's ``host[:slot,slot]@host`` filters."""
         if include and exclude:
-            raise RequestError(
-                Problem(
-                    "--include, --exclude", "exclude each other", f"{include!r} and {exclude!r}", "give one of them"
-                )
-            )
+            got, todo = f"{include!r} and {exclude!r}", "give one of them"
+            raise RequestError(Problem("--include, --exclude", "exclude each other", got, todo))
         everything = {node.name: tuple(range(node.slots)) for node in self.nodes}
         if not include and not exclude:
             return everything
@@ -104,8 +96,7 @@ def load_hostfile(path: Path) -> Hostfile:
 def parse_hostfile(text: str, source: str) -> Hostfile:
     """Parses hostfile text by DeepSpeed's grammar alone; ``source`` is the prefix of messages."""
     nodes, problems = _scan(text, source)
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     return _not_empty(nodes, source)
 
 
@@ -140,7 +131,6 @@ def _scan(text: str, source: str) -> tuple[tuple[Node, ...], list[Problem]]:
 
 
 def is_ipv6(name: str) -> bool:
-    """Whether the name is an IPv6 address, with or without a zone."""
     try:
         return ipaddress.ip_address(name).version == 6
     except ValueError:
@@ -151,7 +141,7 @@ def _unusable(hostfile: Hostfile) -> Iterator[Problem]:
     lowered: dict[str, Node] = {}
     for node in hostfile.nodes:
         where = f"{hostfile.source}:{node.line}"
-        if not _SAFE_NAME.fullmatch(node.name) and not _safe_ipv6(node.name):
+        if not is_address(node.name):
             todo = (
                 "use letters, digits, dots, dashes and underscores, or an address; users and ports go into the settings"
             )
@@ -169,8 +159,10 @@ def _unusable(hostfile: Hostfile) -> Iterator[Problem]:
             yield Problem(where, what, repr(node.name), "keep one of the two")
 
 
-def _safe_ipv6(name: str) -> bool:
-    return is_ipv6(name) and re.fullmatch(r"[0-9a-fA-F:.]+(%[A-Za-z0-9._-]+)?", name) is not None
+def is_address(name: str) -> bool:
+    """Whether it is a host name or an IP address, safe in ssh's files and on command lines."""
+    ipv6 = is_ipv6(name) and re.fullmatch(r"[0-9a-fA-F:.]+(%[A-Za-z0-9._-]+)?", name)
+    return bool(_SAFE_NAME.fullmatch(name) or ipv6)
 
 
 def _parse_filter(text: str, option: str, hostfile: Hostfile) -> Mapping[str, Sequence[int]]:
@@ -201,8 +193,7 @@ def _parse_filter(text: str, option: str, hostfile: Hostfile) -> Mapping[str, Se
                 problems.append(Problem(option, f"names a slot that {name} does not have", str(number), todo))
             else:
                 numbers.add(number)
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     return {name: sorted(numbers) for name, numbers in named.items()}
 
 

@@ -36,15 +36,12 @@ class KeyPair:
 
     @classmethod
     def generate(cls) -> KeyPair:
-        """Creates an Ed25519 key pair."""
         key = Ed25519PrivateKey.generate()
         return cls(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), _public(key))
 
     @classmethod
     def from_private(cls, private: bytes) -> KeyPair:
-        """Returns the pair of a private key file. Raises ValueError for anything but an ed25519 key without a
-        passphrase.
-        """
+        """Returns the pair of a private key file. Raises ValueError unless it is ed25519 without a passphrase."""
         try:
             key = load_ssh_private_key(private, password=None)
         except (UnsupportedAlgorithm, TypeError) as error:  # TypeError: it has a passphrase
@@ -77,7 +74,6 @@ class ClusterKeys:
 
     @classmethod
     def generate(cls, nodes: Iterable[str]) -> ClusterKeys:
-        """Creates a client key for the cluster and a host key for each node."""
         return cls(KeyPair.generate(), {name: KeyPair.generate() for name in nodes})
 
     def for_nodes(self, nodes: Iterable[str]) -> ClusterKeys:
@@ -138,9 +134,11 @@ def authorized_keys(cluster: Cluster, keys: ClusterKeys) -> str:
 
 
 def known_hosts(cluster: Cluster, keys: ClusterKeys) -> str:
-    """Returns known_hosts: every node's host key under every name that other nodes use."""
+    """Returns known_hosts: every node's host key, if it has one yet, under every name that other nodes use."""
     return "".join(
-        f"{','.join(_known_names(cluster, node))} {keys.hosts[node.name].public}\n" for node in cluster.nodes
+        f"{','.join(_known_names(cluster, node))} {keys.hosts[node.name].public}\n"
+        for node in cluster.nodes
+        if node.name in keys.hosts
     )
 
 
@@ -160,8 +158,10 @@ def ssh_config(cluster: Cluster, secrets: str = run_folder.SECRETS) -> str:
 
     ``secrets`` is the folder with the node's files.
     """
-    blocks = [_addressed(node, _names(node)) for node in cluster.nodes]
-    everyone = " ".join(name for node in cluster.nodes for name in _names(node))
+    # % starts an escape in HostName; that of a zone (fe80::1%eth0) is literal.
+    addresses = {" ".join(_names(node)): node.address.replace("%", "%%") for node in cluster.nodes}
+    blocks = [f"Host {names}\n    HostName {address}\n" for names, address in addresses.items()]
+    everyone = " ".join(addresses)
     common = {
         "Port": str(cluster.settings.ssh_port),
         "User": run_folder.USER,
@@ -171,9 +171,3 @@ def ssh_config(cluster: Cluster, secrets: str = run_folder.SECRETS) -> str:
     }
     blocks.append(f"Host {everyone}\n" + "".join(f"    {name} {value}\n" for name, value in common.items()))
     return "\n".join(blocks)
-
-
-def _addressed(node: ClusterNode, names: Mapping[str, None]) -> str:
-    # % starts an escape in HostName; that of a zone (fe80::1%eth0) is literal.
-    address = node.address.replace("%", "%%")
-    return f"Host {' '.join(names)}\n    HostName {address}\n"

@@ -11,18 +11,21 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, StringConstraints
 
+from tridock.cluster.hostfile import is_address
 from tridock.contracts import run_folder
 from tridock.contracts.limits import LEAST_RATE, MOST_RATE
 from tridock.errors import Problem, RequestError
 from tridock.gpus import find_gpu
-from tridock.sink_settings import Notifications, Trackers
 from tridock.strict_yaml import AS_TUPLE, EnvName, EnvValue, Section, validated
+from tridock.tracker_settings import Notifications, Trackers
 from tridock.yaml_text import parse_yaml
 
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
 Line = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]+$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
+IMAGE: Final = "tridock:latest"
+CPU_IMAGE: Final = "tridock:cpu"
 IMAGE_NAME: Final = r"^[a-z0-9][A-Za-z0-9._/:@-]*$"
 Lines = Annotated[tuple[Line, ...], AS_TUPLE]
 Limit = Annotated[str, StringConstraints(pattern=r"^(-1|[0-9]+)(:(-1|[0-9]+))?$")]
@@ -66,8 +69,7 @@ class Container(Section):
         default=None, description="Docker's --shm-size, for example 16g; only without ipc: host."
     )
     ulimits: dict[Annotated[str, StringConstraints(pattern=r"^[a-z]+$")], Limit | int] = Field(
-        default_factory=_gpu_ulimits,
-        description="Docker's --ulimit: name to limit, or to soft:hard.",
+        default_factory=_gpu_ulimits, description="Docker's --ulimit: name to limit, or to soft:hard."
     )
     gpus: Literal["auto", "all", "none"] = Field(
         default="auto", description="auto: all GPUs on hosts where nvidia-smi finds some, else none."
@@ -109,7 +111,9 @@ class Settings(Section):
         default=None, description="Folder of the cluster on each host. Default: ~/tridock/<name>."
     )
     image: Annotated[str, StringConstraints(pattern=IMAGE_NAME)] = Field(
-        default="tridock:latest", description="The image that every node runs."
+        default=IMAGE,
+        description=f"The image that every node runs. If your machine has only {CPU_IMAGE} (make image FLAVOR=cpu), the"
+        " default is that.",
     )
     wrap: bool = Field(
         default=False,
@@ -164,8 +168,7 @@ class Settings(Section):
 def parse_settings(text: str, source: str) -> Settings:
     """YAML to settings; every problem of the fields in one :class:`RequestError`."""
     settings = validated(Settings, dict(parse_yaml(text, source)), source)
-    if problems := list(_unusable(settings, source)):
-        raise RequestError(problems)
+    RequestError.raise_for(_unusable(settings, source))
     return settings
 
 
@@ -174,7 +177,6 @@ _RESENT: Final = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 _EXPANDED: Final = re.compile(r'["$`\\]')
 _OWNED: Final = ("HOME", "USER", "LOGNAME", "SHELL", "PATH")
 _MOUNT: Final = re.compile(r"(/[^:]*|[A-Za-z0-9][A-Za-z0-9_.-]*):/[^:]+(:(ro|rw))?")
-_ADDRESS: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 
 
 def _unusable(settings: Settings, source: str) -> Iterator[Problem]:
@@ -213,8 +215,7 @@ def _env_problems(env: Mapping[str, str], where: str) -> Iterator[Problem]:
             yield Problem(here, "is set by the image", repr(value), "remove it; use `mounts` to add programs")
         elif name.startswith(_RESENT) and _EXPANDED.search(value):
             todo = "write it without these, or set it in the experiment's env, which is quoted"
-            what = 'has one of " $ ` \\, which DeepSpeed passes to a shell unquoted'
-            yield Problem(here, what, repr(value), todo)
+            yield Problem(here, 'has one of " $ ` \\, which DeepSpeed passes to a shell unquoted', repr(value), todo)
 
 
 def _listen_problems(listen: tuple[str, ...], where: str) -> Iterator[Problem]:
@@ -222,16 +223,5 @@ def _listen_problems(listen: tuple[str, ...], where: str) -> Iterator[Problem]:
         try:
             ipaddress.ip_address(address)
         except ValueError:
-            yield Problem(
-                where, "is not an IP address", repr(address), "give addresses of the node itself, without ports"
-            )
-
-
-def is_address(text: str) -> bool:
-    """Whether the text is a host name or an IP address, safe in ssh's files and on command lines."""
-    if _ADDRESS.fullmatch(text):
-        return True
-    try:
-        return ipaddress.ip_address(text).version == 6 and re.fullmatch(r"[0-9A-Za-z:.%_-]+", text) is not None
-    except ValueError:
-        return False
+            todo = "give addresses of the node itself, without ports"
+            yield Problem(where, "is not an IP address", repr(address), todo)

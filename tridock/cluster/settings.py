@@ -62,8 +62,7 @@ class Cluster:
         few = min(self.slots, key=lambda name: len(self.slots[name]))
         if slots is not None and not 1 <= slots <= len(self.slots[few]):
             problems.append(_beyond("--slots", few, slots, len(self.slots[few])))
-        if problems:
-            raise RequestError(problems)
+        RequestError.raise_for(problems)
         return replace(self, slots={name: self.slots[name][:slots] for name in list(self.slots)[:nodes]})
 
     def with_image(self, image: str, *, wrap: bool) -> "Cluster":
@@ -84,7 +83,6 @@ class Cluster:
 
     @property
     def head(self) -> str:
-        """The first node in use, where launchers run."""
         return next(iter(self.slots))
 
     @property
@@ -98,16 +96,7 @@ class Cluster:
         return self.settings.workdir or f"~/tridock/{self.name}"
 
     def node(self, name: str) -> ClusterNode:
-        """Returns a node by its name in the cluster; it must exist."""
         return next(node for node in self.nodes if node.name == name)
-
-    def host_of(self, name: str) -> str:
-        """Returns the name of a node for the operator's ssh."""
-        return self.node(name).host
-
-    def address_of(self, name: str) -> str:
-        """Returns the address at which the other nodes reach a node."""
-        return self.node(name).address
 
     def listen_of(self, name: str) -> tuple[str, ...]:
         """Returns the addresses that a node's sshd listens on; empty means all."""
@@ -171,13 +160,12 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
 
 
 def wrapped_name(image: str) -> str:
-    """Returns the name of Tridock's layer on an image: ``tridock-wrapped/NAME:TAG``, with only characters that Docker
-    allows.
-    """
+    """Returns the name of Tridock's layer on an image, ``localhost/tridock-wrapped/NAME:TAG``, with only characters
+    that Docker allows. Without ``localhost`` it would be in a namespace of Docker Hub that anyone can take."""
     name, at, digest = image.partition("@")
     name, colon, tag = name.rpartition(":") if ":" in name.rpartition("/")[2] else (name, "", "")
     path = "/".join(re.sub(r"[^a-z0-9._-]+", "-", part.lower()).strip("._-") or "image" for part in name.split("/"))
-    return f"tridock-wrapped/{path}:{tag if colon and not at else digest.rpartition(':')[2][:12] or 'latest'}"
+    return f"localhost/tridock-wrapped/{path}:{tag if colon and not at else digest.rpartition(':')[2][:12] or 'latest'}"
 
 
 def node_label(name: str) -> str:
@@ -206,8 +194,7 @@ def _refuse_unknown_nodes(settings: Settings, hostfile: Hostfile, source: str) -
             todo = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
             got = "" if where.startswith("nodes.") else repr(name)
             problems.append(Problem(f"{source}: {where}", f"is not a node of {hostfile.source}", got, todo))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
 
 
 def _refuse_shared_addresses(nodes: Sequence[ClusterNode], source: str) -> None:
@@ -220,8 +207,7 @@ def _refuse_shared_addresses(nodes: Sequence[ClusterNode], source: str) -> None:
             what = f"has the address of {first.host}"
             todo = "give each node its own address"
             problems.append(Problem(f"{source}: nodes.{node.host}", what, node.address, todo))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
 
 
 def _project_folder(hostfile: Path) -> Path:

@@ -60,10 +60,6 @@ class Transport(ABC):
         """Returns the folder on the host that the container mounts as /workspace."""
 
     @abstractmethod
-    def workspace_label(self) -> tuple[str, str]:
-        """Returns the label of its containers that has :meth:`workspace`, which may start with ``~`` here."""
-
-    @abstractmethod
     def secrets_folder(self, node: str) -> str:
         """Returns the host folder with the node's keys; may start with ``~``. One per node: hosts may share a home."""
 
@@ -83,32 +79,34 @@ class Transport(ABC):
         return f"{self.cluster.workdir}/nodes.lock"
 
     def host_label(self, node: str) -> str:
-        """Returns the name of the node's host in messages."""
         return node if self.separate_hosts else "this machine"
-
-    def path_label(self, node: str, path: str) -> str:
-        """Returns a path on the node's host for messages."""
-        return f"{node}:{path}" if self.separate_hosts else path
 
     @abstractmethod
     def shared_memory_remedy(self) -> str:
         """Returns the remedy for too little shared memory on a node."""
 
+    def refused_engine(self, problem: Problem | None) -> Problem | None:
+        """Returns the ``problem`` of a host's engine, unless the settings solve it."""
+        return None
+
     def secrets(self, node: str, facts: HostFacts) -> str:
         """:meth:`secrets_folder` as an absolute path."""
         return _expanded(self.secrets_folder(node), facts)
 
-    def exec_command(self, node: str, facts: HostFacts, command: Command, *, interactive: bool = False) -> Command:
-        """Returns ``docker exec`` as the operator's uid in the node's workspace, with the HOME of sshd's sessions."""
+    def exec_command(
+        self, node: str, facts: HostFacts, command: Command, *, interactive: bool = False, terminal: bool = False
+    ) -> Command:
+        """Returns ``docker exec`` as the operator's uid in the node's workspace, with the HOME of sshd's sessions.
+
+        ``interactive``: it has input; ``terminal``: a terminal.
+        """
         argv = ["docker", "exec", "--user", f"{facts.uid}:{facts.gid}"]
         if interactive or command.stdin is not None:
             argv.append("--interactive")
-        return command.inside(Command((*argv, *self.exec_place(node))))
-
-    def exec_place(self, node: str) -> tuple[str, ...]:
-        """Returns the last options of ``docker exec`` in a node, and its container."""
-        home = f"HOME=/home/{run_folder.USER}"
-        return "--workdir", run_folder.WORKSPACE, "--env", home, self.container_name(node)
+        if terminal:
+            argv += ["--tty", "--env", "TERM"]
+        argv += ["--workdir", run_folder.WORKSPACE, "--env", f"HOME=/home/{run_folder.USER}", self.container_name(node)]
+        return command.inside(Command(tuple(argv)))
 
 
 class SshTransport(Transport):
@@ -122,18 +120,15 @@ class SshTransport(Transport):
     def workspace(self, facts: HostFacts) -> str:
         return f"{_expanded(self.cluster.workdir, facts)}/workspace"
 
-    def workspace_label(self) -> tuple[str, str]:
-        return WORKSPACE_LABELS[0], f"{self.cluster.workdir}/workspace"
-
-    def image_paths(self, node: str, facts: HostFacts) -> tuple[str, str]:
-        """Returns the host folder for incoming image files and :meth:`images_file`, as absolute paths."""
-        return f"{_expanded(self.cluster.workdir, facts)}/image.{node}", _expanded(self.images_file(node), facts)
-
     def secrets_folder(self, node: str) -> str:
         return f"{self.cluster.workdir}/secrets/{node}"
 
     def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
         return _hash(self._run_options(node, image_id, facts))
+
+    def refused_engine(self, problem: Problem | None) -> Problem | None:
+        options = " ".join(self.cluster.settings.container.extra_args).replace("=", " ")
+        return None if problem is None or ("userns" in problem.got and "--userns host" in options) else problem
 
     def shared_memory_remedy(self) -> str:
         if self.cluster.settings.container.ipc == "host":
@@ -172,9 +167,7 @@ class SshTransport(Transport):
         return [*options, *settings.extra_args, image_id, "node"]
 
     def _gpu_options(self, node: str) -> list[str]:
-        """Returns options for all GPUs, or those in the node's ``CUDA_VISIBLE_DEVICES``; the container numbers them
-        from 0.
-        """
+        """Returns options for all GPUs, or the node's ``CUDA_VISIBLE_DEVICES``; the container counts them from 0."""
         chosen = self.cluster.env_of(node).get(VISIBLE)
         if chosen is None:
             return ["--gpus", "all"]
@@ -225,9 +218,6 @@ class ComposeTransport(Transport):
 
     def workspace(self, facts: HostFacts) -> str:
         return str(self.cluster.project_folder)
-
-    def workspace_label(self) -> tuple[str, str]:
-        return WORKSPACE_LABELS[1], str(self.cluster.project_folder)
 
     def secrets_folder(self, node: str) -> str:
         return str(self.cluster.state_folder / node)
@@ -293,7 +283,6 @@ TRANSPORTS: Mapping[str, type[SshTransport] | type[ComposeTransport]] = {
 
 
 def transport_of(cluster: Cluster) -> SshTransport | ComposeTransport:
-    """Returns the transport that the cluster's settings name."""
     return TRANSPORTS[cluster.settings.transport](cluster)
 
 

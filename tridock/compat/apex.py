@@ -45,7 +45,6 @@ def fused_adam(device_type: str) -> tuple[Callable[..., torch.optim.Optimizer], 
 
 
 def multi_tensor_applier(operation: Callable[..., Any], overflow: Tensor, lists: Any, *arguments: Any) -> Any:
-    """apex's way of calling an operation on lists of tensors."""
     return operation(overflow, lists, *arguments)
 
 

@@ -13,8 +13,9 @@ _LETTERS = {
 
 
 def map_to_cpu(local_world_size: int) -> list[str]:
-    """Maps devices, tensors and random states. ``torch.cuda.is_available()`` stays False."""
+    """Maps devices, tensors and random states. ``torch.cuda.is_available()`` is False: torch may ask the count."""
     cuda: Any = torch.cuda
+    cuda.is_available = lambda: False
     cuda.current_device = lambda: torch.device("cpu")
     cuda.device_count = lambda: local_world_size
     cuda.set_device = lambda *_, **__: None

@@ -16,8 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 def adapt(device_type: str) -> list[str]:
     """Patches Megatron's modules before it runs; returns a line for each change that users may notice."""
-    adapted = _absent_packages()
-    adapted += [] if _compiled_helpers() else _numpy_helpers()
+    adapted = [*_absent_six(), *_numpy_helpers()]
     training: Any = importlib.import_module("megatron.training")
     training.get_optimizer = _zeroing_as_asked(training)
     training.get_model = _partitioned_as_built(training)
@@ -265,8 +264,6 @@ def _one_random_tracker() -> None:
 
 def _nothing_to_free() -> None:
     """Keeps DeepSpeed from emptying the GPU's copy of what it stores in host memory: on a CPU both are one tensor."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return
     checkpointing: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
 
     def keep(given: Any, stored: Any) -> list[Any]:
@@ -278,36 +275,24 @@ def _nothing_to_free() -> None:
     checkpointing.get_cpu_activations_for_backward = keep
 
 
-def _absent_packages() -> list[str]:
-    """Replaces two packages that its tokenizers import; training only needs the size of the vocabulary."""
-    absent = [name for name in ("six", "regex") if importlib.util.find_spec(name) is None]
-    if "six" in absent:
-        six: Any = ModuleType("six", "Stand-in by tridock.compat.")
-        six.PY2, six.PY3 = False, True
-        sys.modules["six"] = six
-    if "regex" in absent:
-        regex: Any = ModuleType("regex", "Stand-in by tridock.compat: a pattern that nobody may use.")
-        regex.compile = lambda pattern: pattern
-        sys.modules["regex"] = regex
-    return [f"{' and '.join(absent)}: not installed, and not needed to train"] if absent else []
-
-
-def _compiled_helpers() -> bool:
-    try:
-        importlib.import_module("megatron.data.helpers")
-    except ImportError:
-        return False
-    return True
+def _absent_six() -> list[str]:
+    """Replaces a package that its tokenizers import; training only needs the size of the vocabulary."""
+    if importlib.util.find_spec("six") is not None:
+        return []
+    six: Any = ModuleType("six", "Stand-in by tridock.compat.")
+    six.PY2, six.PY3 = False, True
+    sys.modules["six"] = six
+    return ["six: not installed, and not needed to train"]
 
 
 def _numpy_helpers() -> list[str]:
-    """Replaces the C++ helpers, which upstream compiles with make on the first run, for images without a compiler."""
+    """Replaces the C++ helpers, which upstream compiles with make on the first run: images may have no compiler."""
     helpers: Any = ModuleType("megatron.data.helpers", "Stand-in by tridock.compat: what GPT-2's data set calls.")
     helpers.build_sample_idx = build_sample_idx
     sys.modules["megatron.data.helpers"] = helpers
     utils: Any = importlib.import_module("megatron.data.dataset_utils")
     utils.compile_helper = lambda: None
-    return ["megatron.data.helpers: not compiled; the index of samples is made by numpy"]
+    return ["megatron.data.helpers: the index of samples is made by numpy, not by compiled code"]
 
 
 def build_sample_idx(

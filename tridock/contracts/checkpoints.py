@@ -1,28 +1,30 @@
 """File names in a checkpoint folder. Engines write them; the supervisor, launch and replan read them."""
 
 import itertools
+import os
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from tridock.contracts.run_folder import read_text, write_atomic
+from tridock.contracts.partials import is_folder
 
 MANIFEST: Final = "files.json"
 """In every checkpoint: lists its files with sizes and hashes. Written last."""
 PROGRESS: Final = "tridock.json"
-"""In a checkpoint of engines ``torch`` and ``megatron-core``: iteration, model and layout."""
+"""In a checkpoint of engines ``torch`` and ``megatron-core``: iteration, model, layout and training."""
 LAYOUT: Final = "layout.json"
-"""In a checkpoint folder of Megatron v1.1.5: the layout that can load it."""
+"""In a checkpoint of Megatron v1.1.5: the layout that can load it, and its training."""
 LATEST: Final = "latest"
 """Pointer of DeepSpeed and of engine ``torch`` to the newest checkpoint's folder."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Megatron's pointer: the newest checkpoint's iteration."""
 RELEASE: Final = "release"
 """The folder of a checkpoint of Megatron without an iteration."""
-COPIED: Final = ".copied"
-"""In the head's checkpoint folder: the iterations whose copies on other nodes need what all nodes have of them."""
+PART: Final = "part"
+"""``.CHECKPOINT.part``: the folder in which one is written, or which it becomes before it is removed."""
+OLD: Final = "old"
+"""``.CHECKPOINT.old``: a checkpoint whose place another of its name takes."""
 _NAME: Final = re.compile(r"^(?:iter_|global_step)(\d+)$")
 ZERO_RANK: Final = re.compile(r"^(?:.*_)?zero_pp_rank_(\d+)_")
 """A file that DeepSpeed writes for one data-parallel rank."""
@@ -63,17 +65,18 @@ def holds_checkpoint(folder: Path) -> bool:
 def set_aside(folder: Path) -> Path:
     """Renames a checkpoint so that nothing loads, overwrites or removes it; returns its new path."""
     candidates = (folder.with_name(f"{folder.name}.set-aside-{number}") for number in itertools.count(1))
-    return folder.rename(next(path for path in candidates if not path.exists()))
+    return folder.rename(next(path for path in candidates if not os.path.lexists(path)))
 
 
-def write_copied(folder: Path, iterations: Iterable[int]) -> None:
-    """Keeps these checkpoints, on every node, from ``train.keep_checkpoints``, until others are given."""
-    write_atomic(folder / COPIED, " ".join(map(str, sorted(iterations))).encode())
+def hidden(checkpoint: Path, kind: str) -> Path:
+    """Returns the temporary name, of :data:`PART` or :data:`OLD`, of a checkpoint's folder."""
+    return checkpoint.with_name(f".{checkpoint.name}.{kind}")
 
 
-def read_copied(folder: Path) -> set[int]:
-    """Returns the iterations of :func:`write_copied`."""
-    return {int(word) for word in read_text(folder / COPIED).split() if word.isdecimal()}
+def left_hidden(folder: Path, kind: str) -> list[Path]:
+    """Returns the checkpoints that have a folder of their temporary name in ``folder``."""
+    names = [path.name[1:].removesuffix(f".{kind}") for path in folder.iterdir() if path.name.endswith(f".{kind}")]
+    return [folder / name for name in names if _NAME.match(name) and is_folder(hidden(folder / name, kind))]
 
 
 def saved_in(folder: Path) -> dict[int, Path]:

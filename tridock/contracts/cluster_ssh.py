@@ -1,4 +1,4 @@
-"""All ssh options between a cluster's nodes or hosts: trust, timeouts and keepalives."""
+"""All ssh options between a cluster's nodes: trust, timeouts and keepalives."""
 
 from typing import Final
 
@@ -28,13 +28,3 @@ SUPERVISOR: Final = ("ssh", "-T", *_QUICK, "-o", "ServerAliveInterval=5", "-o", 
 """The supervisor's ssh to another node."""
 PROBE: Final = ("ssh", "-a", "-x", *_QUICK)
 """The doctor's ssh from the head to a node, with the options of pdsh."""
-_PEER: Final = {
-    **CONFIG,
-    "ConnectionAttempts": "1",
-    "ServerAliveInterval": "5",
-    "ServerAliveCountMax": "3",
-    # For hundreds of short connections: OpenSSH 9's default key exchange costs the client ten times the CPU time.
-    "KexAlgorithms": "curve25519-sha256@libssh.org,ecdh-sha2-nistp256",
-}
-PEER: Final = ("ssh", "-F", "/dev/null", "-T", "-a", "-x", *(f"-o{name}={value}" for name, value in _PEER.items()))
-"""A host's ssh to another host during an image transfer, with keys made for that command only."""

@@ -7,13 +7,22 @@ from enum import StrEnum
 from functools import cache
 from hashlib import sha256
 from types import NoneType, UnionType
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from tridock.contracts.forms import Form
 
 T = TypeVar("T")
+
+JSON_VERSION: Final = 1
+"""Of the form of what ``--json`` prints: it rises when a field goes, or means another thing."""
 
 
 class SchemaMismatchError(ValueError):
     """JSON that does not match the type, usually written by another version of Tridock."""
+
+
+class FormError(ValueError):
+    """A text that another machine or a folder may not have where it stands: no run id, a path that leads elsewhere."""
 
 
 def encode(data: object) -> str:
@@ -21,9 +30,23 @@ def encode(data: object) -> str:
     return json.dumps(data, default=asdict)
 
 
+def as_json(document: Mapping[str, Any]) -> str:
+    """Formats each element of a list (ranks, layouts, runs) on one line, in a third of the time of indented JSON.
+
+    Raises :class:`ValueError` for NaN and infinities, which JSON has not.
+    """
+    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {_value(value)}" for name, value in document.items()) + "\n}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple) and value:
+        return "[\n" + ",\n".join(f"    {json.dumps(one, allow_nan=False)}" for one in value) + "\n  ]"
+    return json.dumps(value, indent=2, allow_nan=False).replace("\n", "\n  ")
+
+
 def decode(kind: type[T], text: str | bytes) -> T:
-    """Decodes a value of type ``kind`` that :func:`encode` wrote. Raises :class:`ValueError` for anything else,
-    usually :class:`SchemaMismatchError`."""
+    """Decodes a value of type ``kind`` that :func:`encode` wrote. Raises :class:`ValueError` for anything else:
+    :class:`FormError` for a text of the wrong form, usually :class:`SchemaMismatchError`."""
     try:
         decoded: T = _decoder(cast(Any, kind))(json.loads(text))
     except (AttributeError, KeyError, TypeError) as error:
@@ -50,7 +73,9 @@ def _form(kind: Any, path: str) -> Iterator[str]:
 def _decoder(kind: Any) -> Callable[[Any], Any]:
     """Returns the function that decodes a JSON value to the type. Cached: the supervisor decodes every second."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
+    if origin is Annotated:
+        return lambda value: _of_form(arguments[1], _plain(arguments[0], value))
+    if origin in (UnionType, Union):
         several = [it for it in arguments if it is not NoneType]
         own = _decoder(several[0]) if len(several) == 1 else _decoder(object)
         return lambda value: None if value is None else own(value)
@@ -58,11 +83,11 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
         item = _decoder(arguments[0])
         return lambda value: tuple(map(item, value))
     if origin in (dict, Mapping):
-        key, item = arguments[0], _decoder(arguments[1])
+        key, item = arguments[0] if arguments[0] is int else _decoder(arguments[0]), _decoder(arguments[1])
         return lambda value: {key(name): item(it) for name, it in value.items()}
     if is_dataclass(kind):
         make: Any = kind
-        decoders = {name: _decoder(hint) for name, hint in get_type_hints(kind).items()}
+        decoders = {name: _decoder(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
         required = {it.name for it in fields(make) if it.default is MISSING and it.default_factory is MISSING}
 
         def read(value: Any) -> Any:
@@ -74,6 +99,12 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
 
         return read
     return lambda value: _plain(kind, value)
+
+
+def _of_form(form: Form, value: str) -> str:
+    if not form.holds(value):
+        raise FormError(f"{value!r} is no {form.name}")
+    return value
 
 
 def _plain(kind: Any, value: Any) -> Any:

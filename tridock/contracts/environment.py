@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 # In a container, set when it is started.
@@ -34,6 +34,8 @@ RUN_ID: Final = "TRIDOCK_RUN_ID"
 WORLD_SIZE: Final = "TRIDOCK_WORLD_SIZE"
 # In a run of your own program: the run's folder.
 RUN_FOLDER: Final = "TRIDOCK_RUN_FOLDER"
+# In the processes of one `tridock exec`.
+EXEC: Final = "TRIDOCK_EXEC"
 # For `tridock bench`: the run alternates with a bare PyTorch loop, `<warm-up steps>,<steps per turn>`.
 TURNS: Final = "TRIDOCK_TURNS"
 # DeepSpeed's log level.
@@ -54,9 +56,19 @@ RANKS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 SLURM_PROCID is missing because it is also set for launchers inside a job, where Tridock starts one task per node.
 """
+_WORLD_SIZES: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables in which the same launchers pass the number of ranks."""
 
 
 def rank_of(variables: Mapping[str, str]) -> int | None:
     """Returns the rank of a process with these environment variables, or None if it is not a rank."""
-    numbers = (int(variables[name]) for name in RANKS if variables.get(name, "").isdigit())
-    return next(numbers, None)
+    return _first(variables, RANKS)
+
+
+def world_size_of(variables: Mapping[str, str]) -> int:
+    """Returns the number of ranks in the world of such a process; 0 if it is not said."""
+    return _first(variables, _WORLD_SIZES) or 0
+
+
+def _first(variables: Mapping[str, str], names: Iterable[str]) -> int | None:
+    return next((int(variables[name]) for name in names if variables.get(name, "").isdigit()), None)

@@ -23,8 +23,9 @@ class Event(StrEnum):
     EVALUATION = "evaluation"  # iteration, split, loss, seconds
     SAMPLES = "samples"  # iteration, samples (prompt and text of each), seconds
     CHECKPOINT_SAVED = "checkpoint_saved"  # iteration, folder, seconds, pause_seconds (for which training paused)
+    CHECKPOINT_COPIED = "checkpoint_copied"  # iteration, seconds; every file of it is on two nodes
     CHECKPOINT_WAITED = "checkpoint_waited"  # iteration, previous (the one that was being written), seconds
-    CHECKPOINT_FAILED = "checkpoint_failed"  # iteration, reason
+    CHECKPOINT_FAILED = "checkpoint_failed"  # iteration, reason, copy? (true: only its second copy)
     CHECKPOINT_LOADED = "checkpoint_loaded"  # folder, iteration
     CHECKPOINT_REJECTED = "checkpoint_rejected"  # folder, reasons
     CHECKPOINTS_SET_ASIDE = "checkpoints_set_aside"  # iteration (from which the run continues), folders (new names)
@@ -38,12 +39,11 @@ class Event(StrEnum):
     RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
-    NODE_FAILED = "node_failed"  # node, cause, reason: what failed on a node of a run of your own program
+    NODE_FAILED = "node_failed"  # node, cause, reason: its program, its setup, or the head's login
     DISK_NEARLY_FULL = "disk_nearly_full"  # node, free_bytes, total_bytes
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
     TAKEN_OVER = "taken_over"  # node (that supervises from now on), previous, token, reason
-    COPY_FAILED = "copy_failed"  # node (that may take over the run), iteration, reason
     RUN_MOVED = "run_moved"  # lost, nodes, layout, world_size, reason
     # Written in a Slurm job.
     JOB_STARTED = "job_started"  # job, nodes, again
@@ -52,6 +52,14 @@ class Event(StrEnum):
     # A node lost contact with the supervisor; a user stopped the run.
     HEAD_LOST = "head_lost"  # node, cause, reason
     RUN_STOPPED = "run_stopped"
+
+
+FAULTS = (
+    *(Event.RUN_FAILED, Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST, Event.LAUNCHER_ENDED, Event.HEAD_LOST),
+    *(Event.CHECKPOINT_FAILED, Event.CHECKPOINT_REJECTED, Event.RUN_RESTARTED, Event.RUN_MOVED, Event.NOT_RESTARTED),
+    Event.TAKEN_OVER,
+)
+"""Events that a page marks as faults."""
 
 
 class Cause(StrEnum):
@@ -85,10 +93,13 @@ class Cause(StrEnum):
     SSH_SESSION_LOST = "ssh_session_lost"
     LAUNCHER_EXITED = "launcher_exited"
     HEAD_SILENT = "head_silent"
-    # A node of a run of your own program.
+    # A run of your own program, and a node of it.
+    SEPARATE_WORLDS = "separate_worlds"  # it trains on each node, or in each slot, without the others
     SETUP_FAILED = "setup_failed"
     PROGRAM_NOT_STARTED = "program_not_started"
     PROGRAM_FAILED = "program_failed"
+    # The head's way to a node.
+    LOGIN_REFUSED = "login_refused"
 
     @property
     def event(self) -> Event:
@@ -103,7 +114,13 @@ _EVENTS = {
     ),
     **dict.fromkeys((Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG), Event.RANK_HUNG),
     **dict.fromkeys((Cause.NODE_SILENT, Cause.SSH_SESSION_LOST), Event.NODE_LOST),
-    **dict.fromkeys((Cause.SETUP_FAILED, Cause.PROGRAM_NOT_STARTED, Cause.PROGRAM_FAILED), Event.NODE_FAILED),
+    **dict.fromkeys(
+        (
+            *(Cause.SETUP_FAILED, Cause.PROGRAM_NOT_STARTED, Cause.PROGRAM_FAILED, Cause.SEPARATE_WORLDS),
+            Cause.LOGIN_REFUSED,
+        ),
+        Event.NODE_FAILED,
+    ),
     Cause.LAUNCHER_EXITED: Event.LAUNCHER_ENDED,
     Cause.HEAD_SILENT: Event.HEAD_LOST,
 }
@@ -114,10 +131,13 @@ def append_line(path: Path, fields: Mapping[str, object]) -> None:
 
     JSON has no infinity and no NaN: they become null.
     """
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
-    }
-    append(path, (json.dumps(plain, allow_nan=False) + "\n").encode())
+    append(path, (json.dumps(_plain(fields), allow_nan=False) + "\n").encode())
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _plain(it) for name, it in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_event(folder: Path, event: Event, /, **fields: object) -> None:

@@ -9,11 +9,10 @@ acts, so one that was suspended notices that it has lost the run.
 import os
 import secrets
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from tridock.contracts import run_folder
 from tridock.contracts.codec import decode, encode
@@ -40,12 +39,8 @@ class Lease:
 
 def newest(folder: Path) -> int:
     """Returns the token of the run's newest lease, or 0 if this node sees no lease."""
-    return max(_tokens(folder), default=0)
-
-
-def record(folder: Path, token: int, lease: Lease) -> None:
-    """Writes the lease of a run whose nodes have voted: the nodes that see it share the supervisor's folder."""
-    run_folder.write_atomic(_path(folder, token), _encoded(lease))
+    names = (path.name.removeprefix(_NAME) for path in folder.glob(f"{_NAME}*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def read(folder: Path, token: int) -> Lease | None:
@@ -56,36 +51,8 @@ def read(folder: Path, token: int) -> Lease | None:
         return None
 
 
-class RunLease(Protocol):
-    """The lease of a supervisor, however it is held."""
-
-    @property
-    def token(self) -> int: ...
-
-    @property
-    def prepared_at(self) -> float: ...
-
-    def start(self) -> None:
-        """Begins to renew it, if that takes more than :meth:`renew`."""
-
-    def check(self) -> None:
-        """Raises :class:`LeaseLostError` if this process may not supervise the run any more."""
-
-    def renew(self) -> None:
-        """Renews the lease if it is time to. Raises like :meth:`check`."""
-
-    def ends_ranks_here(self) -> bool:
-        """Whether this node's ranks are still this supervisor's once it has lost the lease."""
-
-    def note_copy(self, iteration: int) -> None:
-        """Notes that another node has a copy of the run's folder with the checkpoint of ``iteration``."""
-
-    def end(self) -> None:
-        """Gives the lease back: the run is over."""
-
-
 class HeldLease:
-    """The lease that this process holds, as a file in the folder that all nodes share."""
+    """The lease that this process holds."""
 
     def __init__(self, folder: Path, token: int, lease: Lease) -> None:
         self.token, self.prepared_at = token, lease.prepared_at
@@ -122,19 +89,6 @@ class HeldLease:
         finally:
             partial.unlink(missing_ok=True)
         return cls(folder, token + 1, lease)
-
-    def start(self) -> None:
-        """Does nothing: the supervisor's main loop renews it."""
-
-    def ends_ranks_here(self) -> bool:
-        """Another supervisor has the run, and may have started these ranks."""
-        return False
-
-    def note_copy(self, iteration: int) -> None:
-        """Does nothing: all nodes have the folder itself."""
-
-    def end(self) -> None:
-        """Does nothing: the run's exit code says it."""
 
     def check(self) -> None:
         """Raises :class:`LeaseLostError` if another node has taken the run."""
@@ -187,12 +141,6 @@ class LeaseWatch:
                 return token, os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return token, 0
-
-
-def _tokens(folder: Path) -> Iterator[int]:
-    for path in folder.glob(f"{_NAME}*"):
-        with suppress(ValueError):
-            yield int(path.name.removeprefix(_NAME))
 
 
 def _path(folder: Path, token: int) -> Path:

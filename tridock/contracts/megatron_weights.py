@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts.checkpoints import LATEST, TRACKER
-from tridock.contracts.pretrained import GPT2_LAYERS, StateFiles, StoredWeights, deepspeed_files
+from tridock.contracts.pretrained import EXTRA_STATE, GPT2_LAYERS, StateFiles, StoredWeights, deepspeed_files, listed
 from tridock.contracts.run_folder import read_text
 from tridock.errors import Problem, RequestError
 
@@ -35,11 +35,14 @@ _LATER_NAMES: Final = {
 }
 """By names since v2.0, or since the end of 2023 those of norms, v1.1.5's."""
 _FOR_HEAD: Final = "word_embeddings_for_head."
-_READ: Final[Mapping[str, tuple[Any, ...]]] = {
+_ONLY: Final[Mapping[str, tuple[Any, ...]]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "position_embedding_type": ("learned_absolute", "rope"),
     "rotary_base": (10000,),
     "rotary_seq_len_interpolation_factor": (1,),
+    "softmax_type": ("vanilla",),
+    "rope_type": ("rope",),
+    **dict.fromkeys(("glu_linear_offset", "hybrid_attention_ratio", "hybrid_mlp_ratio"), (0,)),
     **dict.fromkeys(
         (
             *("apply_residual_connection_post_layernorm", "squared_relu", "apply_layernorm_1p", "qk_layernorm"),
@@ -50,7 +53,45 @@ _READ: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """The values of Megatron's arguments that are read. Its legacy models do not pass ``rotary_base`` on: they rotate with
 10000 whatever it is (``megatron/legacy/model/language_model.py``)."""
+_HONOURED: Final = re.compile(
+    "^(?:num_layers|hidden_size|max_position_embeddings|padded_vocab_size|make_vocab_size_divisible_by|ffn_hidden_size"
+    "|num_attention_heads|num_query_groups|group_query_attention|kv_channels|(?:layernorm|norm)_epsilon|swiglu"
+    "|add_bias_linear|add_qkv_bias|untie_embeddings_and_output_weights|use_rotary_position_embeddings|rotary_percent"
+    "|add_position_embedding|bias_gelu_fusion|openai_gelu)$"
+)
+_WITHOUT_EFFECT: Final = re.compile(
+    # Words that begin the names of training, data, parallelism, logging, checkpoints, and of other models' arguments,
+    "^(?:DDP|account|accumulate|activations|adam|adlr|align|allow|app|async|auto|barrier|batch|bert|biencoder|block|bf16"
+    "|cache|calc|calculate|check|checkpoint|ckpt|classes|clip|clone|config|consumed|context|contigious|cp|cpu|create"
+    "|cross_entropy|cuda|curr|data|dataloader|ddp|decode|(?:de|en)coder_(?:first|last|num|pipeline|seq|tensor)|decoupled"
+    "|decrease|deepscale|deepspeed|defer|delay|deprecated|deterministic|dino|disable_(?:bf16|chunked|jit|mamba|msc"
+    "|straggler|symmetric)|dist|distrib|distribute|distributed|do|dump|dynamic|empty|enable_(?:chunked|cuda"
+    "|experimental|ft|full|gloo|msc|one)|end|eod|error|eval|evidence|exit|exp|expert|external|faiss|fake|fim|finetune"
+    "|flash|fp16|fp32|fp4|fp8|freeze|fsdp|ft|full_validation|gas|global|grad|gradient|grpo|hierarchical|high|hysteresis"
+    "|ict|img|indexer|inference|initial|inprocess|iter|iteration|iterations|keep|kitchen|langrl|lazy|legacy|lion|load"
+    "|local|log|logging|logits_(?:load|save)|loss|lr|main|mamba|manual|mask|max_tokens|megatron|memory|merge|micro"
+    "|microbatch|mid|min|mla|mmap|mock|moe|mtp|multiple|muon|nccl|no_(?:load|persist|save|weight)|non|num_(?:channels"
+    "|classes|dataset|distributed|floating|layers_(?:at|per)|speculative|virtual|workers)|object|offset|one|onnx"
+    "|optimizer|outer|overlap|override|params|partition|patch|per|perform|phase|pin|pipe|pipeline|pretrained|profile"
+    "|rampup|rank|recompute|record|refit|relative_attention|renormalize|replication|report|rerun|reset|result|retriever"
+    "|retro|reuse|rl|run|s3|sample|save|scatter|seed|seq|sequence|sft|sgd|sharp|short|skip|skipped|split|standalone"
+    "|start|straggler|strict|suggested|swin|symmetric|synchronize|te|tensor|tensorboard|test|tiktoken|timing|titles"
+    "|tokenizer|torch|tp|train|use_(?:checkpoint|cpu|custom|dist|distributed|flash|layer_wise|legacy|mcore|megatron|mp"
+    "|one|persistent|precision|pytorch|ring|sharp|tokenizer|torch|tp)|valid|variable|virtual|vision|vocab|wandb|warmup"
+    "|weight|wgrad|world|yaml|yarn|zero)(?:_|$)"
+    # and other names: how it is computed, and sizes that no option of a legacy model reads.
+    "|^(?:apply_(?:query_key_layer_scaling|rope_fusion|wd_to_qk_layernorm)|attention_(?:backend|dropout|softmax_in_fp32)"
+    "|bias_(?:dropout|swiglu)_fusion|embedding_(?:init_method_std|path|weights_in_fp32)|first_last_layers_bf16"
+    "|head_lr_mult|hidden_dropout|init_(?:method_(?:std|xavier_uniform)|model_with_meta_device)|kv_lora_rank"
+    "|masked_softmax_fusion|mlp_chunks_for_prefill|model_(?:parallel_size|type)|mscale(?:_all_dim)?|num_unique_layers"
+    "|output_bert_embeddings|param_sharing_style|q_lora_rank|qk_head_dim|qk_pos_emb_head_dim|query_in_block_prob"
+    "|rope_scaling_factor|rotary_scaling_factor|scaled_(?:upper_triang_)?masked_softmax_fusion"
+    "|transformer_(?:impl|pipeline_model_parallel_size)|v_head_dim)$"
+)
+"""Arguments that no layer of a legacy model depends on; the weights show what ``transformer_impl`` and
+``add_position_embedding`` change. Of v1.1.5 to core_v0.17."""
 _TODO: Final = "name the folder of --save, or one checkpoint in it (iter_…, release, global_step…)"
+_CONVERT: Final = "convert it with its own tools, and use hf:DIR"
 _COPY: Final = "copy the files of all ranks into this one folder"
 
 
@@ -162,7 +203,7 @@ def joined_stages(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for state in states:
             before = 1 + max((int(it[1]) for name in found if (it := _IN_LAYERS.match(name))), default=-1)
             for name, value in flat_names(state.get(part) or {}).items():
-                if name.startswith(_FOR_HEAD):
+                if name.startswith(_FOR_HEAD) or name.endswith(EXTRA_STATE):
                     continue
                 named = name
                 for later, earlier in _LATER_NAMES.items():
@@ -183,19 +224,32 @@ def name_in_pipeline(number: int, last: int, name: str) -> str:
     return f"language_model.transformer.layers.{number - 2}.{name}"
 
 
+def _is_read(name: str, value: Any) -> bool:
+    """Whether an argument of Megatron with this value is understood; one that is not set says nothing."""
+    if value is None or value is False:
+        return True
+    return value in _ONLY[name] if name in _ONLY else bool(_HONOURED.match(name) or _WITHOUT_EFFECT.match(name))
+
+
 def megatron_sizes(
-    folder: Path, parts: Sequence[Mapping[str, tuple[int, ...]]], arguments: Mapping[str, Any] | None
+    folder: Path,
+    parts: Sequence[Mapping[str, tuple[int, ...]]],
+    arguments: Mapping[str, Any] | None,
+    other_dtypes: Mapping[str, str],
 ) -> StoredWeights:
     """Returns the model that each tensor parallel rank's shapes show, and Megatron's arguments if they are there.
 
-    Raises :class:`RequestError` if it is another model than a GPT-2 or a Llama.
+    ``other_dtypes``: see :class:`StoredWeights`. Raises :class:`RequestError` if it is another model than a GPT-2 or a
+    Llama, or has an argument that is not understood.
     """
     shapes, ranks, given = parts[0], len(parts), arguments or {}
-    for name, read in _READ.items():
-        if given.get(name, None) not in (*read, None):
-            wanted = " or ".join(map(str, read))
-            what, todo = f"is of a model that is not read: its {name} is not {wanted}", "convert it with its own tools"
-            raise RequestError(Problem(str(folder), what, str(given[name]), f"{todo}, and use hf:DIR"))
+    if odd := [name for name, value in given.items() if not _is_read(name, value)]:
+        wanted = ", ".join(f"its {name} is not {' or '.join(map(str, _ONLY.get(name, ('known',))))}" for name in odd)
+        got = ", ".join(str(given[name]) for name in odd)
+        raise RequestError(Problem(str(folder), f"is of a model that is not read: {wanted}", got, _CONVERT))
+    if other_dtypes:
+        got = listed([f"{name} in {dtype}" for name, dtype in other_dtypes.items()])
+        raise RequestError(Problem(str(folder), "has weights in a format that is not read", got, _CONVERT))
     is_rotary = bool(given.get("use_rotary_position_embeddings")) or given.get("position_embedding_type") == "rope"
     words, positions = shapes.get(WORDS), shapes.get(POSITIONS)
     layers = [int(found[1]) for name in shapes if (found := _IN_LAYERS.match(name))]
@@ -203,9 +257,13 @@ def megatron_sizes(
         got = f"no {WORDS if words is None else 'layers' if not layers else POSITIONS}"
         todo = "name a checkpoint of pretrain_gpt2.py; convert another, or one of Megatron Core, with its own tools"
         raise RequestError(Problem(str(folder), "is of no GPT-2 of Megatron-LM", got, todo))
+    sizes = {"num_layers": 1 + max(layers), "hidden_size": words[1]}
+    shown = {**sizes, "padded_vocab_size": ranks * words[0], "max_position_embeddings": (positions or [None])[0]}
+    if odd := [name for name, size in shown.items() if size is not None and given.get(name) not in (None, size)]:
+        got = ", ".join(f"{name} {given[name]}, not {shown[name]}" for name in odd)
+        raise RequestError(Problem(str(folder), "has arguments of other sizes than its weights", got, _CONVERT))
     fields: dict[str, Any] = {
-        "num_layers": 1 + max(layers),
-        "hidden_size": words[1],
+        **sizes,
         "ffn_hidden_size": given.get("ffn_hidden_size") or 4 * words[1],
         **GPT2_LAYERS,
         **{name: given[name] for name in ("normalization", "add_bias_linear") if given.get(name) is not None},

@@ -3,34 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tridock.contracts.network import Network
 from tridock.contracts.node_answers import SshAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class Interface:
-    """A network interface that is up; its addresses in the system's order, IPv4 first."""
-
-    name: str
-    mtu: int
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenInterface:
-    """The interface and address that a library uses."""
-
-    name: str
-    mtu: int
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A node's interfaces; for ``gloo`` and ``nccl`` the chosen interface and the value of its variable."""
-
-    interfaces: tuple[Interface, ...]
-    chosen: Mapping[str, ChosenInterface | None]
-    wanted: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +15,8 @@ class Hello:
     network: Network
     port: int
     """The port where it listens for the other nodes."""
+    folder: str
+    """Identity of the folder for runs, equal on the nodes that share it; empty if it cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +67,6 @@ class PeerProbe:
 
     unreached: tuple[Unreached, ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
-    sees: tuple[str, ...] = ()
-    """The peers whose probe files appear in this node's workspace, which they therefore share."""
 
 
 @dataclass(frozen=True, slots=True)

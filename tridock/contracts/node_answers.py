@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tridock.contracts.data_index import Part
+from tridock.contracts.forms import IndexMapName, NodeName, RunId, Sha256, UtcTime
+from tridock.contracts.images import ImageArrays
+from tridock.contracts.network import Network
 from tridock.contracts.pretrained import StoredWeights
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 10
+PROTOCOL: Final = 14
 """Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
 notices; a node whose image has another version is then reported."""
 USAGE: Final = 2
@@ -30,15 +34,15 @@ class PortAnswer:
 class RunInfo:
     """``runs``: one run in the workspace. None stands for an unknown value."""
 
-    run_id: str
+    run_id: RunId
     state: RunState
     exit_code: int | None
-    created: str
+    created: UtcTime
     """UTC, as ``yyyymmdd-hhmmss``."""
     metrics: Mapping[str, Any] | None
     """The last logged iteration."""
     experiment: str
-    nodes: tuple[str, ...]
+    nodes: tuple[NodeName, ...]
     train_iters: int | None
     duration_s: float | None
     """Seconds until its end, or until now."""
@@ -46,8 +50,23 @@ class RunInfo:
     """Seconds since its last step."""
     head: str = ""
     """The node that answered, added by a caller that asks several."""
-    slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """An active run's slots on each node, from its plan."""
+    slots: Mapping[NodeName, tuple[int, ...]] = field(default_factory=dict)
+    """The slots on each node, from its plan, of a run that is active or has processes here."""
+    has_processes: bool = False
+    """Whether the node that answered has processes of it, or its supervisor or agent."""
+    started_by: str = ""
+    """``user@machine`` of the command that made it."""
+    disk_bytes: int | None = None
+    """What its folder takes on disk, if asked for: of a cluster's run, on all nodes that are up."""
+    folder_id: str = ""
+    """The same on two nodes that share its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """``remove``: runs that stay, because they are running or queued, or a running one has loaded their checkpoint."""
+
+    kept: tuple[RunId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +80,13 @@ class Withdrawal:
 class QueuedRun:
     """``enqueue`` and ``queue``: a run that is queued for its slots, or has been started."""
 
-    run_id: str
-    node: str
+    run_id: RunId
+    node: NodeName
     """The run's head."""
     since: float
     """Time of queueing, in seconds since the epoch."""
-    slots: Mapping[str, tuple[int, ...]]
-    waits_for: tuple[str, ...]
+    slots: Mapping[NodeName, tuple[int, ...]]
+    waits_for: tuple[RunId, ...]
     """Active runs and earlier queued runs that use some of its slots."""
     started: bool = False
 
@@ -106,9 +125,9 @@ class RunUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """``processes``: one process of a run; ``cpu_s`` is its CPU time, ``age_s`` the time since its start."""
+    """One process of a run; ``cpu_s`` is its CPU time, ``age_s`` the time since its start."""
 
-    run_id: str
+    run_id: RunId
     pid: int
     ppid: int
     command: tuple[str, ...]
@@ -120,14 +139,14 @@ class Process:
 class PlacedCode:
     """``place-code``: SHA-256 of the code files that this node lacks; empty once all are in place."""
 
-    missing: tuple[str, ...]
+    missing: tuple[Sha256, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CodeFile:
-    """A file of a run's code: its SHA-256, and whether it is executable."""
+    """A file of a run's code: its SHA-256, and whether it is executable. If its name ends in /, an empty folder."""
 
-    sha256: str
+    sha256: Sha256
     executable: bool
 
 
@@ -148,20 +167,10 @@ class Signalled:
 
 @dataclass(frozen=True, slots=True)
 class SpareStatus:
-    """``spare-status``: the runs that keep a spare busy, the data files that it lacks, and the checkpoint it sees."""
+    """``spare-status``: the runs that keep a spare busy, and the data files that it lacks."""
 
     busy: tuple[str, ...]
     missing: tuple[str, ...]
-    checkpoint: str | None
-    """Fingerprint of the newest checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """``replica-status``: whether a node shares the run's folder with the head, else what it lacks of a checkpoint."""
-
-    shares: bool
-    lacks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +232,20 @@ class PreflightAnswer:
     """The folder in it that holds checkpoints, if it holds none itself."""
     load_format: str | None = None
     """Another program's format of the checkpoint to load, as in ``train.load: FORMAT:DIR``."""
+    load_progress: object = None
+    """``tridock.json`` of the checkpoint to continue, if it has one."""
     weights: StoredWeights | None = None
     """The weights that the run starts from, if it does."""
     has_tokenizer: bool = True
     """Whether one of the folders that the run searches has a tokenizer."""
+    tokenizers_of_weights: tuple[str, ...] | None = None
+    """SHA-256 that the tokenizer of the weights to load may have; none if it is not known; None without weights."""
+    tokenizer_of_files: str | None = None
+    """SHA-256 of the tokenizer in GPT-2's two files, if the run reads them."""
     missing_packages: tuple[str, ...] = ()
     """The Python packages that the run needs and this node's image does not have."""
+    lacks: tuple[Problem, ...] = ()
+    """What else the run needs and this node does not have."""
     multicast: bool | None = None
     """Whether all GPUs of the node have CUDA multicast, if the run needs it."""
     memory: int | None = None
@@ -237,6 +254,14 @@ class PreflightAnswer:
     """Bytes that a process may lock in memory; None: any number."""
     nvme: Mapping[str, NvmeFolder] = field(default_factory=dict)
     """The folders on NVMe that the run needs."""
+    save_problem: str = ""
+    """Why ranks cannot save into the folder that was asked for."""
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    """From the head, by prefix: parts for training, validation and test of each data set that can be read."""
+    images: ImageArrays | None = None
+    """From the head: the arrays of an image model."""
+    damage: Problem | None = None
+    """From the head: what is wrong with the data set's index or arrays."""
     rendezvous: PortAnswer | None = None
     """Of the head."""
     image_manifest: object = None
@@ -250,7 +275,7 @@ class IndexMaps:
     """``tridock.train.megatron_lm.index_maps``: the number of maps made, and all that a run needs; or the problems."""
 
     made: int = 0
-    files: tuple[str, ...] = ()
+    files: tuple[IndexMapName, ...] = ()
     """File names beside the data. The marker file that identifies the maps comes last."""
     problems: tuple[Problem, ...] = ()
 
@@ -272,7 +297,7 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuStatus:
     """A GPU or MIG slice: memory in MiB (None if shared with the machine's), and the processes that use it."""
 
     index: int
@@ -312,7 +337,7 @@ class Infiniband:
 class Accelerators:
     """``gpus`` is None without ``nvidia-smi``; ``error`` is its message if it fails."""
 
-    gpus: tuple[Gpu, ...] | None = None
+    gpus: tuple[GpuStatus, ...] | None = None
     driver: str | None = None
     cuda: str | None = None
     """The newest CUDA that the driver supports, including forward compatibility available to a rank."""
@@ -324,13 +349,11 @@ class Accelerators:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), versions from the image's manifest."""
+    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), CUDA's version in the image."""
 
     tridock: str | None
     megatron: str | None
     cuda: str | None = None
-    torch: str | None = None
-    commit: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +384,7 @@ class QuickReport:
     """Architectures that the image's torch has kernels for, such as ``sm_90``; empty in an image for the CPU."""
     ssh: Mapping[str, SshAnswer] = field(default_factory=dict)
     """Answers by node; only in the head's report."""
+    network: Network | None = None
 
     @property
     def on_gpus(self) -> bool:
@@ -381,7 +405,7 @@ class NodeReport(QuickReport):
     accelerators: Accelerators
     infiniband: Infiniband
     code: Code
-    runs: tuple[str, ...]
+    runs: tuple[RunId, ...]
     """Runs with processes on this node."""
     rendezvous: PortAnswer
     nccl_ib_disable: str | None

@@ -26,10 +26,6 @@ _COLUMNS: Final = {
 _COLUMN_OF: Final = {name: column for column, names in _COLUMNS.items() for name in names}
 
 
-def _trainer(line: str) -> Figures:
-    return {} if "'train_runtime'" in line else _known(_OF_TRAINER.findall(line))
-
-
 def _lightning(line: str) -> Figures:
     if (bar := _EPOCH.search(line)) is None:
         return {}
@@ -43,13 +39,12 @@ def _megatron(line: str) -> Figures:
     return {**_known(_OF_MEGATRON.findall(line)), "iteration": int(found[1])}
 
 
-def _key_value(line: str) -> Figures:
-    return _known(_PAIR.findall(line))
-
-
 PRESETS: Final[dict[str, Callable[[str], Figures]]] = {
-    "hf-trainer": _trainer, "lightning": _lightning, "megatron": _megatron, "key=value": _key_value,
-}  # fmt: skip
+    "hf-trainer": lambda line: {} if "'train_runtime'" in line else _known(_OF_TRAINER.findall(line)),
+    "lightning": _lightning,
+    "megatron": _megatron,
+    "key=value": lambda line: _known(_PAIR.findall(line)),
+}
 
 
 def reader_of(pattern: str) -> Callable[[str], Figures]:
@@ -88,16 +83,23 @@ def _known(pairs: Iterable[tuple[str, str]]) -> Figures:
 
 
 class OutputMetrics:
-    """Converts output lines to records of ``metrics.jsonl``. Several ranks may print the same iteration."""
+    """Converts output lines to records of ``metrics.jsonl``. Several ranks may print the same iteration.
 
-    def __init__(self, pattern: str) -> None:
+    ``others`` are the nodes besides the first, which a launcher writes before their lines. If lines have no iteration,
+    those of the first node are counted: transformers' Trainer prints on every node.
+    """
+
+    def __init__(self, pattern: str, others: Iterable[str] = ()) -> None:
         self._read = reader_of(pattern)
+        self._others = tuple(f"{node}: " for node in others)
         self._last = -1
         self._evaluated = -1
 
     def records(self, line: str) -> Iterator[dict[str, object]]:
-        """Yields the records that a line adds. If lines have no iteration, they are counted."""
+        """Yields the records that a line adds."""
         figures = self._read(line)
+        if "iteration" not in figures and line.startswith(self._others):
+            return
         iteration = int(figures.pop("iteration", max(self._last, 0) + ("loss" in figures)))
         valid = figures.pop("valid_loss", None)
         if "loss" in figures and iteration > self._last:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,16 +25,31 @@ NAMES: Final[Mapping[str, str]] = {
     "": "checkpoint of a run of Tridock",
 }
 """What a folder of each format is; an empty one is that of a run that resumes."""
+DTYPES: Final = ("float32", "bfloat16", "float16")
+"""The types of weights that are read, by torch's names."""
+EXTRA_STATE: Final = "_extra_state"
+"""How names end of what TransformerEngine adds to a layer: the scales of its past fp8 products."""
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+PLAIN_LAYERS: Final[Mapping[str, Any]] = {
+    "add_attention_bias": False,
+    "use_post_norm": False,
+    "no_rope_freq": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+    "qk_layernorm_all_heads": False,
+}
+"""Fields of an experiment's model with the values that leave a term out, which few models have."""
 GPT2_LAYERS: Final[Mapping[str, Any]] = {
+    **PLAIN_LAYERS,
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "swiglu": False,
     "add_bias_linear": True,
     "qk_layernorm": False,
-    "untie_embeddings_and_output_weights": False,
     "num_moe_experts": None,
 }
 """Fields of an experiment's model with the values that GPT-2 has, in transformers and in Megatron-LM v1.1.5."""
@@ -70,6 +85,8 @@ class StoredWeights:
     """Rows of the token table with its padding, if it has any."""
     rows_divisible_by: int = 1
     """What the padding makes them a multiple of."""
+    other_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """By the names of weights, types that are not read: other than fp32, bf16 and fp16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +180,10 @@ def config_folder(folder: Path, checkpoint: Path) -> Path | None:
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads ``config.json`` of a transformers folder. Raises :class:`RequestError` if it cannot be read."""
     path = folder / CONFIG
-    try:
+    with RequestError.in_place_of((OSError, RecursionError, ValueError), path, "cannot be read", SAVED):
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__}, no object")
-    except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RequestError(Problem(str(path), "cannot be read", got, SAVED)) from None
     return config
 
 
@@ -186,6 +200,10 @@ def shown_sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
                 if field_ == "vocab_size":
                     fields["hidden_size"] = shape[1]
     return fields
+
+
+def is_token_table(name: str) -> bool:
+    return name.endswith(("wte.weight", "embed_tokens.weight"))
 
 
 _LAYER: Final = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
@@ -206,3 +224,47 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
+
+
+# A pickle with another class than these is refused before the ranks start, without importing a class.
+FOREIGN: Final = "holds an object that is not loaded, because a pickle can run any code"
+DEEPSPEED_TODO: Final = "convert the checkpoint where you trust it (zero_to_fp32.py), or copy it again"
+MEGATRON_TODO: Final = (
+    "save it again without the object where you trust the file (torch.load, torch.save), or copy it again"
+)
+
+DEEPSPEED_CLASSES: Final = frozenset(
+    {
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        *("builtins.getattr", "__builtin__.getattr"),  # of members of enums; pickle protocol 2 has Python 2's name
+    }
+)
+LOSS_SCALERS: Final = tuple(
+    f"{place}fp16.loss_scaler.{name}" for place in ("megatron.", "") for name in ("LossScaler", "DynamicLossScaler")
+)
+"""Of Megatron-LM v1.1.5's own fp16 optimizer."""
+ENUMS: Final = (
+    "megatron.model.enums.ModelType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+)
+"""Of arguments of later versions of Megatron-LM."""
+ARRAYS: Final = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+"""NumPy has moved it between versions."""
+MEGATRON_CLASSES: Final = frozenset(
+    {*DEEPSPEED_CLASSES, *LOSS_SCALERS, *ENUMS, *ARRAYS, "argparse.Namespace", "numpy.ndarray", "numpy.dtype"}
+)
+
+_PLAIN: Final = re.compile(
+    r"_codecs\.encode|collections\.(OrderedDict|Counter)|(builtins|__builtin__)\.(bytearray|complex|set)"
+    r"|torch\.((_utils|_tensor|storage|serialization|cuda|sparse|cuda\.sparse|nn\.parameter|distributed\..+)\.)?\w+"
+)
+"""What torch's ``weights_only`` loads, and other names of the same modules of torch, on which its version decides."""
+
+
+def foreign_class(named: Iterable[str], known: Collection[str]) -> str | None:
+    """Returns the first class that is neither plain nor ``known``."""
+    return next((name for name in named if name not in known and not _PLAIN.fullmatch(name)), None)

@@ -27,11 +27,15 @@ class RankStatus:
     """Seconds since it was first seen stopped by a signal or a debugger."""
     killed_for_memory: bool = False
     """Whether the OOM killer has acted on its node since the agent started."""
+    world_size: int = 0
+    """In a run of your own program: the number of ranks in its world, by its environment; 0 if that does not say."""
+    inner_world_size: int = 0
+    """The same of a process that it started and that is a rank of another world; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentMessage:
-    """One message: the status of the ranks, or the answer to an order."""
+    """One message: the status of the ranks, the answer to an order, or nothing but that the node is alive."""
 
     ranks: tuple[RankStatus, ...] | None = None
     disk: Space | None = None
@@ -39,3 +43,7 @@ class AgentMessage:
     stacks: Mapping[int, tuple[str, ...]] | None = None
     """Frames of each rank's main thread as ``file:line in function``, innermost first."""
     stopped: Stopped | None = None
+    stop_asked: bool = False
+    """Sent with the ranks: whether a user has stopped the run here since the agent began."""
+    container: str = ""
+    """Sent with the ranks: when process 1 of the agent's container began; a container that starts again has another."""

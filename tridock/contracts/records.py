@@ -3,15 +3,19 @@
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tridock.contracts import run_folder
-from tridock.errors import Problem, RequestError, printable
+from tridock.contracts.forms import is_node_name
+from tridock.errors import Problem, RequestError
 
 Record = dict[str, Any]
 Evaluations = dict[str, list[Record]]
+_END_BYTES: Final = 1 << 16
+_DEEPEST: Final = 20
+_MOST: Final = 2.0**1000
 
 
 def check_run(folder: Path) -> None:
@@ -29,6 +33,18 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[Record]:
     return list(_objects(path, last_bytes))
 
 
+def latest(events: Sequence[Record], field: str) -> Any:
+    """Returns a field of the last event that has it, or None."""
+    return next((event[field] for event in reversed(events) if field in event), None)
+
+
+def last_iterations(folder: Path) -> list[Record]:
+    """Returns the last logged iterations in order, from the end of ``metrics.jsonl``; none if it cannot be read."""
+    path = folder / run_folder.METRICS
+    found = read_lines(path, _END_BYTES) if path.is_file() else []
+    return [record for record in found if "iteration" in record and "split" not in record]
+
+
 def read_metrics(folder: Path) -> tuple[list[Record], Evaluations]:
     """Returns the logged iterations in order, and the evaluations by split.
 
@@ -37,10 +53,8 @@ def read_metrics(folder: Path) -> tuple[list[Record], Evaluations]:
     iterations: dict[int, Record] = {}
     evaluations: dict[str, dict[int, Record]] = {}
     for record in _objects(folder / run_folder.METRICS):
-        if not isinstance(record.get("iteration"), int):
+        if "iteration" not in record:
             continue
-        for name in _NUMBERS & record.keys():
-            record[name] = record[name] if _is_number(record[name]) else None
         if "split" in record:
             evaluations.setdefault(str(record["split"]), {})[record["iteration"]] = record
         else:
@@ -48,26 +62,115 @@ def read_metrics(folder: Path) -> tuple[list[Record], Evaluations]:
     return _in_order(iterations), {split: _in_order(records) for split, records in evaluations.items()}
 
 
-_NUMBERS = {"loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "samples_per_second", "consumed_samples"}
-_MOST = 2**1000
+def record_of(line: str | bytes) -> Record | None:
+    """Returns the object in a line of JSON, or None if it is none: whatever it holds, each reader can go on.
+
+    A known field has the type that its readers expect; a number may be None. Other such values are left out. What is
+    not finite, or nested deeply, is None.
+    """
+    try:
+        record = _decoded(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    fits = {name for name, value in record.items() if name not in _FORMS or _fits(value, _FORMS[name])}
+    return {name: it if name in fits else None for name, it in record.items() if name in fits | _NUMBERS}
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def _is_number(value: object) -> bool:
-    """Whether charts and tables can show the value, which may come from a damaged record."""
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_NUMBERS: Final = {
+    *("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "samples_per_second"),
+    *("consumed_samples", "loss_scale", "seconds", "pause_seconds", "exposed", "in_flight"),
+}
+_FORMS: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("iteration", "rank", "exit_code", "world_size", "log_bytes", "attempt"), _is_whole),
+    **dict.fromkeys(_NUMBERS, _is_number),
+    **dict.fromkeys(("peak_memory_bytes", "padded_vocab_size", "free_bytes", "total_bytes"), _is_whole),
+    **dict.fromkeys(("event", "time", "node", "cause", "reason", "device"), _is_text),
+    "problem": dict.fromkeys(("where", "what", "got", "todo"), _is_text),
+    "memory_bytes": [_is_number],
+    "peak_memory_by_rank": [_is_number],
+}
+"""What the fields of metrics and events hold, unless a record is damaged or forged."""
+_TERM: Final = {"name": _is_text, "bytes": _is_whole}
+_STAGE: Final = {"stage": _is_whole, "total_bytes": _is_whole, "terms": [_TERM]}
+_RANKS: Final = [
+    {
+        "rank": _is_whole,
+        "node": lambda it: isinstance(it, str) and is_node_name(it),
+        "slot": lambda it: _is_whole(it) and 0 <= it < 2**16,
+        "pp": lambda it: it is None or (_is_whole(it) and 0 <= it < 2**16),
+    }
+]
+_MEMORY: Final = {
+    "stages": [_STAGE],
+    "gpu": lambda it: it is None or _is_text(it),
+    "limit_gib": lambda it: it is None or _is_number(it),
+}
+
+
+def _fits(value: object, form: Any) -> bool:
+    """Whether a value has the form: a predicate, a list of one form, or the forms of an object's fields."""
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_fits(it, form[0]) for it in value)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(_fits(value.get(name), it) for name, it in form.items())
+    return bool(form(value))
+
+
+class Lines:
+    """The lines that are appended to a JSON lines file after byte ``offset``.
+
+    A run that resumes truncates its metrics and rewrites them as another file, which is read from the start.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, inode: int = 0) -> None:
+        self.offset, self.inode = offset, inode
+        self._path = path
+
+    def new(self) -> Iterator[bytes]:
+        """Yields new lines in order; an incomplete one is left for a later call."""
+        if not self._path.is_file():  # a FIFO has no end
+            return
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self.inode or status.st_size < self.offset:
+                self.inode, self.offset = status.st_ino, 0
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                yield line
+
+    def new_records(self) -> Iterator[Record]:
+        """Yields the objects in new lines."""
+        yield from filter(None, map(record_of, self.new()))
 
 
 def read_plan(folder: Path) -> Record:
     """Returns ``plan.json``, or an empty object if it is missing or damaged."""
-    plan = read_object(folder / run_folder.PLAN)
-    ranks = plan.get("ranks", [])
-    whole = isinstance(ranks, list) and all(isinstance(rank, dict) for rank in ranks)
-    return plan if whole and all(_is_name(rank.get("node")) for rank in ranks) else {}
+    return whole_plan(read_object(folder / run_folder.PLAN))
 
 
-def _is_name(value: object) -> bool:
-    """Whether the value can be a node's name, which a terminal shows as it is."""
-    return isinstance(value, str) and printable(value) == value
+def whole_plan(plan: Any) -> Record:
+    """Returns a plan, or an empty object if it is none: its ranks are on nodes that can be nodes."""
+    known = isinstance(plan, dict) and _fits(plan.get("ranks", []), _RANKS) and _is_whole(plan.get("world_size", 0))
+    if not known or not 0 <= plan.get("world_size", 0) < 2**30:
+        return {}
+    return plan if plan.get("memory") is None or _fits(plan["memory"], _MEMORY) else {}
 
 
 def slots_of(plan: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -80,42 +183,51 @@ def slots_of(plan: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def read_object(path: Path) -> Record:
     """Returns the object in a JSON file, or an empty one if it is missing or damaged."""
+    return content if isinstance(content := read_value(path), dict) else {}
+
+
+def read_value(path: Path) -> Any:
+    """Returns what is in a JSON file, or None if it is missing or damaged."""
     try:
-        content = _decoded(path.read_bytes()) if path.is_file() else None  # a FIFO has no end
+        return _decoded(path.read_bytes()) if path.is_file() else None  # a FIFO has no end
     except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return None
 
 
 def _objects(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
     # Line by line, because the metrics of a long run are large.
-    try:
-        if not (path.is_file() or path.is_dir() or not path.exists()):
+    if not path.exists():
+        return
+    with RequestError.in_place_of(OSError, path, "cannot be read", "make it a file that you can read"):
+        if not (path.is_file() or path.is_dir()):
             raise OSError(errno.EINVAL, "Not a regular file")  # a FIFO has no end
         file = path.open("rb")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        got = error.strerror or str(error)
-        raise RequestError(Problem(str(path), "cannot be read", got, "make it a file that you can read")) from None
     with file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         for line in file:
-            try:
-                record = _decoded(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
+            if (record := record_of(line)) is not None:
                 yield record
 
 
-def _decoded(data: bytes) -> Any:
+def _decoded(data: str | bytes) -> Any:
     """Decodes JSON; replaces lone surrogates, which no file or chart can hold, with question marks."""
-    content = json.loads(data.decode())
-    if b"\\ud" not in data.lower():
+    text = data if isinstance(data, str) else data.decode()
+    content = _bounded(json.loads(text))
+    if "\\ud" not in text.lower():
         return content
     return json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def _bounded(value: Any, depth: int = 0) -> Any:
+    """Returns what can be written as JSON again, and computed with: None for what is nested deeply or not finite."""
+    if isinstance(value, dict | list) and depth == _DEEPEST:
+        return None
+    if isinstance(value, dict):
+        return {name: _bounded(it, depth + 1) for name, it in value.items()}
+    if isinstance(value, list):
+        return [_bounded(it, depth + 1) for it in value]
+    return None if isinstance(value, int | float) and not abs(value) < _MOST else value
 
 
 def _in_order(records: dict[int, Record]) -> list[Record]:

@@ -7,9 +7,12 @@ import os
 import re
 import secrets
 import shutil
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Final
+
+from tridock.contracts.partials import partial_of
 
 WORKSPACE: Final = "/workspace"
 CODE: Final = "/opt/tridock"
@@ -36,6 +39,8 @@ RESUME_SCRIPT: Final = "launch-resume.sh"
 RANKS_SCRIPT: Final = "launch-ranks.sh"
 RESUME_RANKS_SCRIPT: Final = "launch-resume-ranks.sh"
 SUPERVISION: Final = "supervision.json"
+# The first file that a launch writes on a node; it goes once the run is queued, or watched on that node.
+INCOMPLETE: Final = ".incomplete"
 # In a run that Slurm started: its sbatch script, and the facts about the job.
 JOB_SCRIPT: Final = "job.sh"
 JOB: Final = "slurm.json"
@@ -58,8 +63,8 @@ METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"
 PROFILE: Final = "profile"
 CHECKPOINTS: Final = "checkpoints"
-# On a node that may take over the run: copies of the head's files.
-REPLICA: Final = ".replica"
+FETCHED_TOKENIZER: Final = "tokenizer"
+"""In the copy of a run that was fetched with its checkpoints: the tokenizer that made its data."""
 EXIT_CODE: Final = "exit_code"
 # exit_code of a run that was stopped: 128 + SIGTERM.
 EXIT_STOPPED: Final = 143
@@ -67,14 +72,19 @@ EXIT_STOPPED: Final = 143
 EXIT_PREEMPTED: Final = 85
 # Beside the runs: one file for each queued run.
 QUEUE: Final = ".queue"
+# Its content tells whether nodes share the folder that it lies in.
+FOLDER_ID: Final = ".folder-id"
 # The status of the ranks on all nodes, written by the supervisor.
 RANKS: Final = ".ranks.json"
 # Its presence asks the supervisor to end the run at once.
 STOPPED: Final = ".stopped"
-# Control bytes in a run's output for fab: a keepalive, at least every so many seconds, and the end of the output.
-BEAT: Final = b"\0"
+# Marks in a run's output for fab, in which each NUL of its own is doubled: a keepalive, at least every so many seconds,
+# and the end of the output.
+BEAT: Final = b"\0+"
 BEAT_S: Final = 5.0
-END: Final = b"\4"
+END: Final = b"\0."
+# The bytes of a line of output above which it is passed on in parts.
+LONGEST_LINE: Final = 1 << 20
 LOSS_CURVE: Final = "loss.png"
 REPORT: Final = "report.html"
 # In the folder of a Megatron log: the arguments at its beginning.
@@ -105,41 +115,40 @@ def node_script(script: str, node_rank: object) -> str:
     return f"{script.rpartition('.')[0]}-node-{node_rank}.sh"
 
 
-def node_rank_of(name: str) -> int | None:
-    """Returns the node rank of a :func:`node_script`; None for any other file."""
-    found = re.search(r"-node-(\d+)\.sh$", name)
-    return None if found is None else int(found[1])
-
-
 def rank_log(rank: int) -> str:
     """The log of one rank, relative to the run's folder."""
     return f"logs/rank-{rank}.log"
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, or an empty text if it is missing."""
+    """Returns the text of a file, or an empty text if it is missing, or no file: a FIFO has no end."""
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace") if path.is_file() else ""
     except FileNotFoundError:
         return ""
 
 
-def write_atomic(path: Path, content: bytes | IO[bytes], mode: int = 0o644, *, durable: bool = True) -> None:
+def write_atomic(
+    path: Path, content: bytes | IO[bytes], mode: int = 0o644, *, durable: bool = True, dir_fd: int | None = None
+) -> None:
     """Writes bytes, or the rest of a stream, to a file: atomically, and with its final mode.
 
     A file that is not ``durable`` may be empty after a power failure; writing it takes no wait for the disk.
+    ``dir_fd``: the folder that ``path``, then a mere name, is in.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    if dir_fd is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_of(path)
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), mode)
             shutil.copyfileobj(io.BytesIO(content) if isinstance(content, bytes) else content, file, 1 << 20)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        partial.replace(path)
+        os.replace(partial, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(partial, dir_fd=dir_fd)
         raise

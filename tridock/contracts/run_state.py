@@ -18,8 +18,13 @@ LOCK: Final = ".supervisor"
 
 
 class RunState(StrEnum):
-    """Every state of a run. If nodes disagree, the later member counts: only the head knows more than ``ready``."""
+    """Every state of a run. If nodes disagree, the later member counts: only the head knows more than ``ready``.
 
+    One that is ``incomplete`` is being launched, or its launch was killed. A run that is ``ready`` everywhere and has
+    processes somewhere is ``running``: its head was not asked.
+    """
+
+    INCOMPLETE = "incomplete"
     READY = "ready"
     LOST = "lost"
     STOPPED = "stopped"
@@ -36,7 +41,7 @@ class RunState(StrEnum):
     @property
     def is_over(self) -> bool:
         """Whether it was started and has ended, with or without success."""
-        return self not in (RunState.READY, RunState.RUNNING)
+        return self not in (RunState.INCOMPLETE, RunState.READY, RunState.RUNNING)
 
     @property
     def has_failed(self) -> bool:
@@ -62,7 +67,9 @@ def state_of(folder: Path) -> RunState:
         return RunState.of_exit_code(code)
     if is_supervised(folder):
         return RunState.RUNNING
-    return RunState.LOST if (folder / LOCK).exists() else RunState.READY
+    if (folder / LOCK).exists():
+        return RunState.LOST
+    return RunState.INCOMPLETE if (folder / run_folder.INCOMPLETE).exists() else RunState.READY
 
 
 def is_supervised(folder: Path) -> bool:
@@ -84,8 +91,10 @@ def is_supervised(folder: Path) -> bool:
 def mark_stopped(folder: Path) -> None:
     """Asks the supervisor to end the run. Does nothing on a node without the run's folder."""
     if folder.is_dir() and not (folder / run_folder.EXIT_CODE).exists():
+        is_new = not (folder / run_folder.STOPPED).exists()
         (folder / run_folder.STOPPED).touch()
-        append_event(folder, Event.RUN_STOPPED)
+        if is_new:
+            append_event(folder, Event.RUN_STOPPED)
 
 
 def wait_for_end(folder: Path, timeout_s: float) -> None:
@@ -98,6 +107,6 @@ def wait_for_end(folder: Path, timeout_s: float) -> None:
 def exit_code_of(folder: Path) -> int | None:
     """Returns the run's exit code, or None while it is missing or unreadable."""
     try:
-        return int((folder / run_folder.EXIT_CODE).read_text())
-    except (FileNotFoundError, ValueError):
+        return int(run_folder.read_text(folder / run_folder.EXIT_CODE))
+    except ValueError:
         return None

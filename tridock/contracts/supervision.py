@@ -5,11 +5,13 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Self
 
-from tridock.contracts.codec import decode, schema_digest
+from tridock.contracts import run_folder
+from tridock.contracts.codec import JSON_VERSION, decode, schema_digest
 from tridock.contracts.node_answers import PROTOCOL
-from tridock.contracts.sinks import Notification, Tracker
+from tridock.contracts.trackers import Notification, Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,6 @@ class Reach:
     """The interpreter on the node; None means the supervisor's own."""
     as_one_argument: bool = False
     """Whether the rest is passed as one argument to a shell on the node."""
-    first_answer_s: float = 0.0
-    """Additional seconds allowed for a node's first answer."""
 
     def command(self, node: str, *arguments: str) -> list[str]:
         """Returns the argv that runs ``tridock.node`` with ``arguments`` on the node."""
@@ -79,11 +79,8 @@ class Supervision:
     """The signal for the ranks of your own program when the job's time is up."""
     observed: bool = False
     """Whether the ranks run your own program without heartbeats, and are found among the run's processes."""
-    replication_factor: int = 1
-    """The number of nodes that hold the files that a successor of the head needs, the head included."""
-    voters: tuple[str, ...] = ()
-    """The nodes that vote on who supervises the run, the same for its whole life; empty if only the head may, or any
-    node that shares the run's folder."""
+    per_slot: bool = False
+    """Whether such a program was started once per slot."""
     prepared_at: float | None = None
     """When the run was first prepared (a file's time), if earlier than this file: a requeued Slurm job resumes from
     checkpoints that it wrote before."""
@@ -95,11 +92,6 @@ class Supervision:
     def watched(self) -> tuple[str, ...]:
         """All nodes that the supervisor watches."""
         return (self.head, *self.remote) if self.on_head else self.remote
-
-    @property
-    def replicas(self) -> tuple[str, ...]:
-        """The nodes that get copies of the head's files, and may take over."""
-        return self.remote[: self.replication_factor - 1] if self.voters else ()
 
     @property
     def may_be_taken_over(self) -> bool:
@@ -115,6 +107,11 @@ class Supervision:
     @classmethod
     def from_json(cls, text: str) -> Self:
         return decode(cls, text)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads that of the run in ``folder``."""
+        return cls.from_json((folder / run_folder.SUPERVISION).read_text())
 
 
 def contract() -> str:
@@ -132,3 +129,4 @@ class NewLayout:
     world_size: int
     nodes: tuple[str, ...]
     files: Mapping[str, str]
+    version: int = JSON_VERSION

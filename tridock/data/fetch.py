@@ -7,6 +7,7 @@ any of these, the first download records its hash there, and every later one mus
 import errno
 import fcntl
 import http.client
+import os
 import re
 import shutil
 import time
@@ -23,7 +24,7 @@ from tridock.contracts.environment import DATA_MIRRORS
 from tridock.contracts.run_folder import write_atomic
 from tridock.data.digest import SUMS, sha256_of
 from tridock.data.progress import Done, Progress
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, reason_of
 
 _BLOCK: Final = 1 << 20
 _TIMEOUT_S: Final = 60.0
@@ -50,11 +51,9 @@ KNOWN: Final[Mapping[str, tuple[Wanted, ...]]] = {
             "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
         ),
         Wanted(
-            f"{_GPT2}/vocab.bpe",
-            "gpt2-merges.txt",
-            "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+            f"{_GPT2}/vocab.bpe", "gpt2-merges.txt", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
         ),
-    ),
+    )
 }
 """Known groups of files by name."""
 
@@ -83,8 +82,7 @@ def wanted_files(sources: Sequence[str], sha256: str | None) -> list[Wanted]:
         problems.append(Problem("--sha256", "is the hash of one file", " ".join(sources), "give one URL"))
     if sha256 is not None and not _HASH.fullmatch(sha256):
         problems.append(Problem("--sha256", "is not a SHA-256", repr(sha256), "give 64 hexadecimal digits"))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     return found
 
 
@@ -101,17 +99,14 @@ def fetch(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RequestError(
-            Problem("--folder", "cannot be created", str(folder), error.strerror or str(error))
-        ) from None
+        raise RequestError(Problem("--folder", "cannot be created", str(folder), reason_of(error))) from None
     problems: list[Problem] = []
     for one in files:
         try:
             say(_fetch(one, folder, mirrors, progress))
         except RequestError as error:
             problems += error.problems
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
 
 
 def _fetch(one: Wanted, folder: Path, mirrors: Sequence[str], progress: Progress) -> str:
@@ -149,15 +144,16 @@ def _fetch(one: Wanted, folder: Path, mirrors: Sequence[str], progress: Progress
 @contextmanager
 def _part_file(part: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """Opens the partial file for this process alone; removes a wrong one."""
-    try:
-        file = part.open("ab")
-    except OSError as error:
-        todo = "make the folder writable, or name another with --folder"
-        raise RequestError(Problem(str(part), "cannot be written", error.strerror or str(error), todo)) from None
+    todo = "make the folder writable, or name another with --folder"
+    with RequestError.in_place_of(OSError, part, "cannot be written", todo):
+        file = os.fdopen(os.open(part, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_part = os.path.samestat(os.fstat(file.fileno()), part.stat())  # else it was whole before the lock
         except OSError:
+            is_part = False
+        if not is_part:
             todo = "wait for the other tridock data fetch"
             raise RequestError(Problem(str(part), "is being written", "another process", todo)) from None
         try:
@@ -182,7 +178,7 @@ def _complete(source: str, file: BinaryIO, part: Path, expected: str | None, pro
     except OSError as error:
         todo = "free space there" if error.errno == errno.ENOSPC else "name another mirror"
         where = str(part) if error.errno == errno.ENOSPC else _source_name(source)
-        raise RequestError(Problem(where, "cannot be copied", error.strerror or str(error), todo)) from None
+        raise RequestError(Problem(where, "cannot be copied", reason_of(error), todo)) from None
 
 
 def _download(source: str, file: BinaryIO, part: Path, expected: str | None, progress: Progress) -> None:

@@ -18,13 +18,13 @@ from tridock import __version__
 from tridock.data.dataset.indexed_dataset import bin_path, idx_path, token_dtype
 from tridock.data.dataset.manifest import DatasetManifest, manifest_path, write_manifest
 from tridock.data.digest import sha256_of
-from tridock.data.input.documents import Rejection, remedy
+from tridock.data.input.documents import Rejection, check_share, form_of
 from tridock.data.input.sources import Chunk, Source, read_chunks
 from tridock.data.progress import Done, Progress
 from tridock.data.resumable_build import Finished, ResumableBuild
 from tridock.data.tokenize.blocks import Encoded, Recipe
 from tridock.data.tokenize.workers import encode_in_order
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, reason_of
 
 CHUNK_BYTES: Final = 2 << 20
 _LISTED: Final = 20
@@ -44,6 +44,7 @@ class Request:
     level: str = "document"
     workers: int = 1
     rejects: Path | None = None
+    max_rejects: float = 1
     resume: bool = False
     chunk_bytes: int = CHUNK_BYTES
     journal_seconds: float = 15
@@ -65,11 +66,12 @@ class Request:
         return {
             "inputs": _listed([f"{source.name} ({source.kind}, {source.bytes} bytes)" for source in self.sources]),
             "keys": " ".join(self.recipe.keys),
-            "tokenizer": self.recipe.encoder.sha256,
+            "tokenizer": f"{self.recipe.encoder.sha256} {self.recipe.encoder.vocab_size}",
             # An encoder with wrong ids may have been wrong before, so another encoder must not continue its output.
             "encoder": self.recipe.encoder.name,
             "allow-special": str(self.recipe.encoder.accepts_special),
             "append-eod": str(self.recipe.append_eod),
+            "end-of-document": str(self.recipe.encoder.end_of_document),
             "level": self.level,
             "on-error": "stop" if self.rejects is None else "skip",
         }
@@ -121,6 +123,7 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
             _check_finished(request.sources, work.finished)
             if not work.journal.whole:
                 _work(request, work, dtype.itemsize, progress)
+                _check_whole(request, work)
             for prefix in request.prefixes:
                 # Removes the manifests of earlier data, which would not match the new data.
                 manifest_path(prefix).unlink(missing_ok=True)
@@ -130,8 +133,7 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
             journal = work.journal
     except OSError as error:
         todo = "free some space there or choose another --output-prefix, and continue with --resume"
-        got = error.strerror or str(error)
-        raise RequestError(Problem(str(request.output_prefix), "cannot be written", got, todo)) from None
+        raise RequestError(Problem(str(request.output_prefix), "cannot be written", reason_of(error), todo)) from None
     return Preprocessed(
         prefixes=request.prefixes,
         documents_in=journal.documents_in,
@@ -144,6 +146,16 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
     )
 
 
+def _check_whole(request: Request, work: ResumableBuild) -> None:
+    """Raises :class:`RequestError` if too many lines were rejected, or if an input that is not empty gave no token."""
+    journal = work.journal
+    check_share(journal.documents_in, journal.rejected, request.max_rejects, work.example)
+    if journal.finished_bytes and not any(counts.bytes for counts in journal.keys):
+        got = f"{journal.documents_in} documents, {journal.empty} of them empty"
+        todo = "name the key of the texts with --json-keys, or other files"
+        raise RequestError(Problem("--input", "gives no token", got, todo))
+
+
 def _check_finished(sources: tuple[Source, ...], finished: list[Finished]) -> None:
     """Raises :class:`RequestError` with every input that has changed since an interrupted run finished it."""
     problems = []
@@ -152,8 +164,7 @@ def _check_finished(sources: tuple[Source, ...], finished: list[Finished]) -> No
         same = (source.bytes, source.path.stat().st_ctime_ns) == (before.input.bytes, before.changed_ns)
         if not same and not (source.path.is_file() and sha256_of(source.path) == before.input.sha256):
             problems.append(_changed_since(source))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
 
 
 def _changed_since(source: Source) -> Problem:
@@ -206,12 +217,13 @@ def _skip_done(chunks: Iterator[Chunk], offset: int, digest: str) -> Iterator[Ch
 
 
 def _append(request: Request, work: ResumableBuild, chunk: Chunk, encoded: Encoded | None) -> None:
-    journal, todo = work.journal, remedy(request.recipe.keys, chunk.source.kind)
+    journal, form = work.journal, form_of(request.recipe.keys, chunk.source.kind)
     if encoded is not None:
         for rejection in encoded.rejected_lines:
-            problem = rejection.problem(chunk.source.name, chunk.first_line, todo)
+            problem = rejection.problem(chunk.source.name, chunk.first_line, form)
             if request.rejects is None:
                 raise RequestError(problem)
+            work.example = work.example or problem
             work.reject(rejection.record(chunk.source.name, chunk.first_line))
         for number, block in enumerate(encoded.blocks):
             work.add(number, block)
@@ -242,7 +254,6 @@ def _write_manifests(request: Request, work: ResumableBuild, width: int) -> None
             inputs=tuple(it.input for it in work.finished),
             json_key=key,
             sequences=counts.sequences,
-            empty_documents=counts.empty,
             rejected=journal.rejected,
             versions=_versions(encoder.name),
             bin_sha256=counts.bin_sha256,

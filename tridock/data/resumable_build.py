@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, Final, Self
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from tridock import interrupts
+from tridock.contracts.partials import partial_folder
 from tridock.contracts.run_folder import write_atomic
 from tridock.data.dataset.indexed_dataset import Tokens, bin_path, idx_path, publish, write_index
 from tridock.data.dataset.manifest import Input
@@ -34,8 +36,6 @@ class Counts(BaseModel):
     bytes: int = 0
     sequences: int = 0
     documents: int = 0
-    empty: int = 0
-    """Empty documents."""
     bin_sha256: str | None = None
     """SHA-256 of the complete .bin, and below of the .idx; None before they are complete."""
     idx_sha256: str | None = None
@@ -82,6 +82,8 @@ class ResumableBuild:
     def __init__(self, prefix: Path, keys: int, request: dict[str, str], resume: bool) -> None:
         self.folder = build_folder(prefix)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.example: Problem | None = None
+        """The first rejected line since this process started."""
         self._lock = (self.folder / "lock").open("wb")
         try:
             self._lock_folder()
@@ -122,8 +124,7 @@ class ResumableBuild:
             for name, was in journal.request.items()
             if request.get(name) != was
         ]
-        if problems:
-            raise RequestError(problems)
+        RequestError.raise_for(problems)
         return journal
 
     def _load_finished(self) -> list[Finished]:
@@ -160,7 +161,6 @@ class ResumableBuild:
         counts.bytes += block.tokens.nbytes
         counts.sequences += len(block.lengths) // 4
         counts.documents += len(block.sequences)
-        counts.empty += int((block.sequences == 0).sum())
 
     def finish(self, finished: Finished) -> None:
         """Records an input that has been read to its end."""
@@ -212,12 +212,9 @@ class ResumableBuild:
             elif not bin_path(prefix).is_file() or not idx_path(prefix).is_file():
                 raise _lost(bin_path(prefix))
         if rejects is not None:
-            partial = rejects.with_name(f".{rejects.name}.part")
-            try:
-                shutil.copyfile(self.folder / "rejects", partial)
-                partial.replace(rejects)
-            finally:
-                partial.unlink(missing_ok=True)
+            with partial_folder(rejects) as place:
+                shutil.copyfile(self.folder / "rejects", place / rejects.name)
+                (place / rejects.name).replace(rejects)
 
     def remove(self) -> None:
         shutil.rmtree(self.folder)
@@ -233,12 +230,13 @@ class ResumableBuild:
         self._close()
 
     def _close(self) -> None:
-        for file in self._files:
-            with contextlib.suppress(OSError):  # what a full disk did not store is truncated when the run resumes
-                file.close()
-        if self.folder.exists() and not self.can_resume:
-            self.remove()
-        self._lock.close()
+        with interrupts.delayed():  # an impatient second Ctrl-C would leave the folder
+            for file in self._files:
+                with contextlib.suppress(OSError):  # what a full disk did not store is truncated when the run resumes
+                    file.close()
+            if self.folder.exists() and not self.can_resume:
+                self.remove()
+            self._lock.close()
 
 
 def _lost(path: Path) -> RequestError:

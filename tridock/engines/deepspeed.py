@@ -13,8 +13,8 @@ from tridock.engines.offload import Offload, nvme_config, zero_option
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.deepspeed_json import options
-from tridock.experiment.weights import layer_weights
-from tridock.layout.shape import FORMAT_BYTES, Device, HostWork, Parameters, Shape, States
+from tridock.experiment.parameters import layer_weights
+from tridock.layout.shape import FORMAT_BYTES, Device, LayoutShape, Parameters, States
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
 
@@ -25,11 +25,10 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
     checks it.
     """
     batch, fp16 = experiment.batch, experiment.fp16
-    samples = batch.samples_per_step(data_parallel_size)
     config: dict[str, Any] = {
-        "train_batch_size": samples,
+        "train_batch_size": batch.samples_per_step(data_parallel_size),
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-        "gradient_accumulation_steps": samples // (batch.micro_batch_size * data_parallel_size),
+        "gradient_accumulation_steps": batch.accumulation_steps(data_parallel_size),
         "gradient_clipping": experiment.optimizer.clip_grad,
         "zero_optimization": {"stage": experiment.parallel.zero_stage, **nvme_config(experiment)},
     }
@@ -61,8 +60,7 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
 
 
 def overlaps_gradients(experiment: Experiment, data_parallel_size: int) -> bool:
-    """Returns whether gradients are sent during the backward pass. DeepSpeed's pipelines and ZeRO stage 0 cannot do
-    so."""
+    """Whether gradients are sent during the backward pass. DeepSpeed's pipelines and ZeRO stage 0 cannot do so."""
     parallel = experiment.parallel
     if not zero_option(experiment, "overlap_comm", True):
         return False
@@ -102,7 +100,7 @@ def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), todo, (0,))
 
 
-def zero_states(experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+def zero_states(experiment: Experiment, weights: Parameters, shape: LayoutShape, device: Device) -> States:
     """Returns the states that a rank with these weights keeps, by ZeRO stage. On CPUs host and device are one."""
     found = _on_device(experiment, weights, shape)
     if device == "cpu":
@@ -111,11 +109,7 @@ def zero_states(experiment: Experiment, weights: Parameters, shape: Shape, devic
     return Offload.of(experiment).states(found, experiment, owned, shape, widest)
 
 
-def zero_host_work(experiment: Experiment, weights: int, shape: Shape) -> HostWork:
-    return Offload.of(experiment).moved(experiment, shape, -(-weights // shape.data))
-
-
-def _on_device(experiment: Experiment, weights: Parameters, shape: Shape) -> States:
+def _on_device(experiment: Experiment, weights: Parameters, shape: LayoutShape) -> States:
     """Returns the states if nothing is offloaded."""
     short, stage, count = FORMAT_BYTES[experiment.precision], experiment.parallel.zero_stage, weights.total
     replicas, widest = shape.data, _widest(experiment, weights)
@@ -160,8 +154,7 @@ def _on_device(experiment: Experiment, weights: Parameters, shape: Shape) -> Sta
 
 
 def _reduced_elements(experiment: Experiment, weights: Parameters, replicas: int) -> int:
-    """Returns the most elements of gradients that a rank keeps in ZeRO 1 and 2: those of each tensor of which it owns
-    a part, whole."""
+    """Returns the most elements of gradients that a rank keeps in ZeRO 1 and 2: all tensors of which it owns a part."""
     tensor = experiment.parallel.tensor_model_parallel_size
     layer = tuple(weight.share(tensor) for weight in layer_weights(experiment.model) if weight.is_matrix)
     layers = weights.layers // sum(weight.share(tensor) for weight in layer_weights(experiment.model))
@@ -205,7 +198,7 @@ def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]
     yield weights.final_norm
 
 
-def zero_sent(experiment: Experiment, shape: Shape, weights: int, others: Sent) -> Sent:
+def zero_sent(experiment: Experiment, shape: LayoutShape, weights: int, others: Sent) -> Sent:
     """Adds to ``others`` what a replica sends to reduce the gradients and to gather the weights."""
     stage, short, size = experiment.parallel.zero_stage, FORMAT_BYTES[experiment.precision], shape.data
     gradients, gathered = all_reduce(size, short * weights), all_gather(size, short * weights)
@@ -218,10 +211,7 @@ def zero_sent(experiment: Experiment, shape: Shape, weights: int, others: Sent) 
         volume = gradients * passes + gathered
         overlapped = gradients * passes / volume if overlaps else 0.0
         return replace(
-            others,
-            gradient_bytes=volume,
-            overlapped=overlapped,
-            computing=backward_pass(shape.accumulation // passes),
+            others, gradient_bytes=volume, overlapped=overlapped, computing=backward_pass(shape.accumulation // passes)
         )
     # Stage 3 gathers the weights for each micro batch, again for the backward pass if that is far off, and
     # scatters the gradients. Tensors of fewer than 1e5 elements stay; here they count as if they did not.

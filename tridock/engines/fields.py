@@ -33,17 +33,14 @@ Declared = Honoured | Unused | Refused
 Fields = Mapping[str, Declared]
 """Declarations by field path; a section's path covers its fields without a declaration."""
 
-HONOURED: Final = Honoured()
-NO_TOKENIZER: Final = Unused("the data are tokens already: no tokenizer is read")
 COMMON: Final[Fields] = dict.fromkeys(
     (
         *("name", "engine", "model", "parallel", "batch", "data", "optimizer", "precision", "fp16", "train"),
-        *("launch", "restart", "trackers", "notify", "env"),
+        *("launch", "restart", "trackers", "notify", "env", "deepspeed", "megatron_args"),
     ),
-    HONOURED,
-)
+    Honoured(),
+) | {"program": Unused("only a plan describes other programs")}
 """Fields that every engine honours unless its own table declares otherwise."""
-
 
 MIXTURE: Final[tuple[str, ...]] = (
     "model.num_moe_experts",
@@ -58,6 +55,23 @@ MIXTURE: Final[tuple[str, ...]] = (
     "parallel.expert_tensor_parallel_size",
 )
 """The fields of a mixture of experts."""
+CHECKPOINT_OPTIONS: Final = (
+    "partition_activations",
+    "checkpoint_in_cpu",
+    "contiguous_checkpointing",
+    "synchronize_each_layer",
+)
+"""DeepSpeed's options for stored activations, by the names of the fields in ``model``."""
+CORE_ONLY: Final = (
+    *("parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers"),
+    *("parallel.context_parallel_size", "parallel.sequence_parallel", "parallel.tp_comm_overlap"),
+    *("parallel.use_distributed_optimizer", "model.recompute_granularity", "model.recompute_method"),
+    *("model.recompute_num_layers", "model.transformer_impl", "model.fp8"),
+)
+"""Fields of megatron-core alone."""
+NO_TOKENIZER: Final[Fields] = dict.fromkeys(
+    ("data.vocab_file", "data.merge_file"), Unused("the data are tokens already: no tokenizer is read")
+)
 
 
 def as_yaml(value: object) -> str:

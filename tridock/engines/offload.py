@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Self, cast
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.shape import FORMAT_BYTES, HostWork, Shape, States
+from tridock.layout.shape import FORMAT_BYTES, HostWork, LayoutShape, States
 
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 OFFLOAD: Final = (OPTIMIZER, PARAM)
@@ -24,7 +24,7 @@ _SWAPPED_FROM: Final = 2**20
 """Bytes of a tensor that DeepSpeed writes to NVMe; smaller ones stay in the host's memory (``MIN_AIO_BYTES``)."""
 _IN_CPU: Final = 1_000_000_000
 """max_in_cpu: elements of weights that stay in the host's memory all the same."""
-Place = Literal["", "cpu", "nvme"]
+OffloadDevice = Literal["", "cpu", "nvme"]
 _KINDS: Final = {"device": ("cpu", "nvme", "none"), "pin_memory": (True, False)}
 _OF_NVME: Final[Mapping[str, Mapping[str, int]]] = {
     OPTIMIZER: {"buffer_count": 4},  # weights, gradients and two moments
@@ -35,8 +35,7 @@ _ADAM_BYTES: Final = 30
 """Bytes that Adam reads and writes on the host for each weight: it reads the fp32 weight, gradient and two moments
 (16), writes all but the gradient (12), and writes the weight in the 16-bit format (2)."""
 _NVME_BYTES: Final = 32
-"""Bytes to and from NVMe for each weight that Adam updates: 12 are read and written, 4 of the gradient written before
-and read."""
+"""Bytes to and from NVMe for each weight that Adam updates: 12 are read and written, as are 4 of the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ class Offload:
     """Where ``deepspeed.zero_optimization`` keeps states: "" is the GPU, "cpu" the host's memory (Ren et al., 2021,
     ZeRO-Offload), "nvme" a folder (Rajbhandari et al., 2021, ZeRO-Infinity)."""
 
-    optimizer: Place
-    parameters: Place
+    optimizer: OffloadDevice
+    parameters: OffloadDevice
 
     @classmethod
     def of(cls, experiment: Experiment) -> Self:
@@ -61,7 +60,7 @@ class Offload:
         """Returns its short form for tables, after that of the ZeRO stage."""
         return f" {'o' * bool(self.optimizer)}{'p' * bool(self.parameters)}".rstrip()
 
-    def states(self, states: States, experiment: Experiment, owned: int, shape: Shape, widest: int) -> States:
+    def states(self, states: States, experiment: Experiment, owned: int, shape: LayoutShape, widest: int) -> States:
         """Moves the offloaded bytes of ``states`` from the GPU to the host and to NVMe; returns the new states.
 
         The rank owns ``owned`` elements, at most ``widest`` of one tensor. For each element the host holds the fp32
@@ -115,7 +114,7 @@ class Offload:
             return 0
         return max(0, owned - _number(experiment, PARAM, "max_in_cpu", _IN_CPU))
 
-    def moved(self, experiment: Experiment, shape: Shape, owned: int) -> HostWork:
+    def moved(self, experiment: Experiment, shape: LayoutShape, owned: int) -> HostWork:
         """Returns the bytes that a rank with ``owned`` elements transfers in one iteration, and those of its Adam."""
         short, steps = FORMAT_BYTES[experiment.precision] * owned, shape.accumulation
         work = HostWork()
@@ -209,9 +208,9 @@ def _section(experiment: Experiment, path: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _place(options: Mapping[str, Any]) -> Place:
+def _place(options: Mapping[str, Any]) -> OffloadDevice:
     device = options.get("device", "none")
-    return cast("Place", device) if device in ("cpu", "nvme") else ""
+    return cast("OffloadDevice", device) if device in ("cpu", "nvme") else ""
 
 
 def _number(experiment: Experiment, path: str, name: str, default: int) -> int:

@@ -7,8 +7,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from tridock.contracts.output_metrics import reader_of
 from tridock.experiment.schema import MasterPort, Name, Seconds
-from tridock.sink_settings import Notifications, Trackers
 from tridock.strict_yaml import Count, EnvName, EnvValue, PathText, Section
+from tridock.tracker_settings import Notifications, Trackers
 
 ENGINE: Final = "command"
 Argument = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
@@ -62,10 +62,11 @@ class CommandExperiment(Section):
         description="Command line: torchrun, deepspeed, accelerate launch or mpirun with its script, or any other"
         " program, which is started once per slot."
     )
-    per: Literal["slot", "node"] = Field(
-        default="slot",
-        description="Where any other program is started: once per slot, or once per node, where it starts the ranks"
-        " itself, as a shell script with torchrun does.",
+    per: Literal["slot", "node", "cluster"] | None = Field(
+        default=None,
+        description="Where any other program is started: once per slot; once per node, where it starts the ranks"
+        " itself, as a shell script with torchrun does; or once per cluster, on the head, which reaches the others with"
+        " the hostfile in DLTS_HOSTFILE. Default: as known for programs that start ranks themselves, else slot.",
     )
     resume_command: Argv | None = Field(
         default=None, description="Command line for restarts. Default: the same as command."

@@ -7,7 +7,7 @@ from typing import Final
 from tridock.contracts.pretrained import listed, shape_text
 from tridock.errors import Problem
 from tridock.experiment.model import Model
-from tridock.experiment.transformers_weights import VOCABULARY, Shape, engine_shapes
+from tridock.experiment.transformers_weights import VOCABULARY, engine_shapes
 
 _LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)\.(weight|bias)$")
 _IN_LAYER: Final = {
@@ -40,8 +40,7 @@ def megatron_name(name: str) -> str:
 
 
 def split_dimension(name: str) -> int | None:
-    """Returns the dimension in which tensor parallel ranks split a weight of engine torch's name; None: each has all of
-    it."""
+    """Returns the dimension in which tensor parallel ranks split a weight of this name; None: each has all of it."""
     return 0 if any(kind in name for kind in _BY_COLUMNS) else 1 if name.endswith(_BY_ROWS) else None
 
 
@@ -62,7 +61,7 @@ def megatron_differences(
     ``rows``: of the token table over all tensor parallel ranks. ``parts``: each rank's shapes, by v1.1.5's names.
     """
     todo = "change the model's fields, or name a checkpoint of its pretrain_gpt2.py"
-    expected: dict[str, Shape] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for name, (first, *rest) in engine_shapes(model, rows):
         whole = (first, *rest) if half(model, name) is None else (2 * first, *rest)
         expected[megatron_name(name)] = _share(name, whole, len(parts))
@@ -80,7 +79,7 @@ def megatron_differences(
                 yield Problem("train.load", what, got, todo)
 
 
-def _share(name: str, shape: Shape, ranks: int) -> Shape:
+def _share(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """Returns the shape of one rank's part of a weight."""
     split = split_dimension(name)
     return tuple(size // ranks if dimension == split else size for dimension, size in enumerate(shape))

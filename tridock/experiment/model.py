@@ -1,12 +1,13 @@
 """The model of an experiment: its shape, with Megatron's names, and the sizes that it implies. No I/O."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tridock.experiment.presets import Preset, preset_fields
-from tridock.strict_yaml import Positive, Section
+from tridock.strict_yaml import Section
 
 Layers = Annotated[int, Field(gt=0, le=2**14)]
 Width = Annotated[int, Field(gt=0, le=2**20)]
@@ -15,9 +16,8 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 LOW_FREQUENCY: Final = 1.0
 HIGH_FREQUENCY: Final = 4.0
-ORIGINAL_CONTEXT: Final = 8192
-"""Llama 3.1's value: periods above ORIGINAL_CONTEXT / LOW_FREQUENCY tokens are scaled by the whole factor, those below
-ORIGINAL_CONTEXT / HIGH_FREQUENCY tokens are not."""
+"""Llama 3.1's values: periods above original_max_position_embeddings / LOW_FREQUENCY tokens are scaled by the whole
+factor, those below original_max_position_embeddings / HIGH_FREQUENCY tokens are not."""
 _RESNET: Final[Mapping[str, int | float]] = {
     "num_layers": 16,  # blocks
     "num_attention_heads": 1,
@@ -29,15 +29,25 @@ _RESNET: Final[Mapping[str, int | float]] = {
 }
 _IMAGES: Final[Mapping[str, int]] = {"img_h": 224, "img_w": 224, "num_classes": 1000}
 """Fields that only preset resnet50 has, with ImageNet's sizes as defaults."""
+_SIZES: Final = {
+    "kv_channels": "head_size",
+    "num_query_groups": "query_groups",
+    "ffn_hidden_size": "ffn_size",
+    "moe_ffn_hidden_size": "expert_size",
+    "max_position_embeddings": "positions",
+    "activation_func": "gelu",
+}
+"""Properties with the values of fields, or their defaults."""
 
 
 class Model(Section):
-    """The shape of the GPT (with Megatron's names) or of the image model."""
+    """The shape of the GPT (with Megatron's names) or of the image model; ``from: hf:DIR`` takes it from a folder."""
 
     preset: Preset | None = Field(
         default=None,
         description="A known model, whose fields are the defaults; with another hidden_size or"
-        " num_attention_heads, all but kv_channels, num_query_groups and ffn_hidden_size."
+        " num_attention_heads, all but kv_channels, num_query_groups and ffn_hidden_size. With --set it replaces the"
+        " file's model, of which seq_length and the fields of recomputation, transformer_impl and fp8 stay."
         " resnet50 classifies images, with engine torch; its only fields are img_h, img_w and num_classes.",
     )
     num_layers: Layers = Field(description="Transformer layers.")
@@ -61,9 +71,7 @@ class Model(Section):
     num_moe_experts: Annotated[int, Field(gt=1, le=2**14)] | None = Field(
         default=None, description="Engine megatron-core: mixture of experts; number of experts (MLPs) in each layer."
     )
-    moe_router_topk: Annotated[int, Field(gt=1, le=2**14)] = Field(
-        default=2, description="num_moe_experts: experts per token."
-    )
+    moe_router_topk: Layers = Field(default=2, description="num_moe_experts: experts per token.")
     moe_router_pre_softmax: bool = Field(
         default=False,
         description="num_moe_experts: weights of a token's experts are the softmax over all experts (Qwen 2's MoE), not"
@@ -98,20 +106,37 @@ class Model(Section):
     position_embedding_type: Literal["learned_absolute", "rope"] = Field(
         default="learned_absolute", description="Learned position embeddings, or rotary ones."
     )
-    rotary_base: Positive = Field(default=10000, description="rope: base of the rotation periods (theta).")
+    rotary_base: float = Field(default=10000.0, gt=1.0, description="rope: base of the rotation periods (theta).")
     rotary_percent: float = Field(
         default=1.0, gt=0.0, le=1.0, description="rope: fraction of each head that is rotated."
     )
     use_rope_scaling: bool = Field(
-        default=False, description="rope: scale long periods, for contexts of more than 8192 tokens, as Llama 3.1 does."
+        default=False, description="rope: scale periods, for contexts longer than original_max_position_embeddings."
+    )
+    rope_scaling_type: Literal["llama3", "linear", "yarn"] = Field(
+        default="llama3",
+        description="use_rope_scaling: which periods are scaled: llama3 (long ones, as Llama 3.1 does), linear (all),"
+        " or yarn (long ones, and attention's scores grow).",
     )
     rope_scaling_factor: float = Field(
         default=8.0, ge=1.0, description="use_rope_scaling: factor of the longest periods."
+    )
+    original_max_position_embeddings: Many = Field(
+        default=8192, description="rope_scaling_type llama3 and yarn: context length without scaling."
+    )
+    no_rope_freq: Layers | None = Field(
+        default=None, description="rope: of each so many layers the last one does not rotate, as in SmolLM3 (4)."
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = Field(default="LayerNorm", description="Type of normalization.")
     norm_epsilon: float = Field(default=1e-5, gt=0.0, description="Added to the variance in normalization.")
     qk_layernorm: bool = Field(
         default=False, description="Normalize the queries and keys of each head, as Qwen 3 does."
+    )
+    qk_layernorm_all_heads: bool = Field(
+        default=False, description="qk_layernorm: normalize those of all heads together, as OLMo 2 does."
+    )
+    use_post_norm: bool = Field(
+        default=False, description="Normalize the outputs of attention and MLP, not their inputs, as OLMo 2 does."
     )
     swiglu: bool = Field(default=False, description="SwiGLU in the MLP instead of GELU.")
     activation_func: Literal["gelu", "gelu_tanh"] | None = Field(
@@ -124,6 +149,22 @@ class Model(Section):
     add_qkv_bias: bool = Field(
         default=False, description="Queries, keys and values have biases, even if add_bias_linear is false."
     )
+    add_attention_bias: bool = Field(
+        default=False,
+        description="Queries, keys, values and the output of attention have biases, even if add_bias_linear is false.",
+    )
+    embedding_multiplier: float = Field(
+        default=1.0, gt=0.0, description="Factor of the token embedding's output, as Granite has it."
+    )
+    residual_multiplier: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Factor of what attention and MLP add to the residual stream, as Granite has it.",
+    )
+    attention_multiplier: float | None = Field(
+        default=None, gt=0.0, description="Factor of attention's scores. Default: 1 / sqrt(size of a head)."
+    )
+    logits_scaling: float = Field(default=1.0, gt=0.0, description="Divides the logits, as Granite has it.")
     untie_embeddings_and_output_weights: bool = Field(
         default=False, description="Use a separate output layer instead of the token embedding."
     )
@@ -186,6 +227,10 @@ class Model(Section):
     img_w: Width | None = Field(default=None, description="Preset resnet50: image width (default: 224).")
     num_classes: Many | None = Field(default=None, description="Preset resnet50: number of classes (default: 1000).")
 
+    def value_of(self, name: str) -> Any:
+        """Returns the value of a field; of a size that is omitted its default."""
+        return getattr(self, _SIZES.get(name, name))
+
     @property
     def is_vision(self) -> bool:
         return self.preset == "resnet50"
@@ -239,6 +284,24 @@ class Model(Section):
         return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
 
     @property
+    def unrotated_layers(self) -> list[bool]:
+        """Of each layer, whether it lacks the rotation that the others have."""
+        freq = self.no_rope_freq or self.num_layers + 1
+        return [number % freq == 0 for number in range(1, self.num_layers + 1)]
+
+    @property
+    def rotary_factor(self) -> float:
+        """What the lengths of rotated queries and keys are multiplied by."""
+        is_yarn = self.use_rope_scaling and self.rope_scaling_type == "yarn"
+        return 0.1 * math.log(self.rope_scaling_factor) + 1.0 if is_yarn else 1.0
+
+    @property
+    def query_and_key_norms(self) -> tuple[int, ...]:
+        """Sizes of the norms of queries and of keys; empty without them."""
+        sizes = (self.attention_size, self.key_size) if self.qk_layernorm_all_heads else (self.head_size,) * 2
+        return sizes if self.qk_layernorm else ()
+
+    @property
     def positions(self) -> int:
         """Maximum number of tokens in a sample."""
         return self.max_position_embeddings or self.seq_length
@@ -250,7 +313,12 @@ class Model(Section):
 
     @property
     def has_qkv_bias(self) -> bool:
-        return self.add_bias_linear or self.add_qkv_bias
+        return self.has_attention_bias or self.add_qkv_bias
+
+    @property
+    def has_attention_bias(self) -> bool:
+        """Whether the output of attention has a bias."""
+        return self.add_bias_linear or self.add_attention_bias
 
     @property
     def unit(self) -> str:

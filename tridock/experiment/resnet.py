@@ -104,6 +104,5 @@ def forward_flops(model: Model) -> float:
 
 def kept_elements(model: Model) -> int:
     """Returns the elements per image that stay in memory for the backward pass: each convolution's input and output
-    (its normalization's input). Activation functions work in place; the few other tensors are not counted.
-    """
+    (its normalization's input). Activation functions work in place; the few other tensors are not counted."""
     return sum(one.read + one.made for one in convolutions(model))

@@ -12,10 +12,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from tridock.contracts.limits import MOST_RANKS
 from tridock.contracts.pretrained import FORMATS
+from tridock.experiment.data_sets import Data
 from tridock.experiment.deepspeed_json import with_fields_of
 from tridock.experiment.model import Fraction, Layers, Many, Model
-from tridock.sink_settings import Notifications, Trackers
 from tridock.strict_yaml import AS_TUPLE, Count, EnvName, EnvValue, PathText, Positive, Section, as_json, whole
+from tridock.tracker_settings import Notifications, Trackers
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
 Strategy = Literal["ddp", "fsdp", "zero"]
@@ -111,8 +112,7 @@ class Parallel(Section):
         description="Engine megatron-core: ranks that split each expert. Default: tensor_model_parallel_size.",
     )
     sequence_parallel: bool = Field(
-        default=False,
-        description="Engine megatron-core: partition tokens between tensor parallel layers.",
+        default=False, description="Engine megatron-core: partition tokens between tensor parallel layers."
     )
     use_distributed_optimizer: bool = Field(
         default=False, description="Engine megatron-core: shard the optimizer's states over the data parallel ranks."
@@ -122,6 +122,11 @@ class Parallel(Section):
         description="Engine megatron-core with TransformerEngine's layers: tensor parallel ranks of a node exchange"
         " parts of a matrix while they compute others, with CUDA multicast. Default: where all of them can.",
     )
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether tensor parallel ranks or pipeline stages have parts of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size > 1
 
     @property
     def expert_tensor_size(self) -> int:
@@ -143,25 +148,9 @@ class Batch(Section):
         """``global_batch_size``, or Megatron's default: one micro-batch per replica, without accumulation."""
         return self.global_batch_size or self.micro_batch_size * data_parallel_size
 
-
-class Data(Section):
-    """Input data: Megatron's indexed data sets; NumPy arrays for images."""
-
-    data_path: PathText = Field(
-        description="Prefix of <prefix>.bin and <prefix>.idx, relative to /workspace in the container; for images"
-        " <prefix>_images.npy (uint8, N x 3 x height x width) and <prefix>_labels.npy (int64, N).",
-    )
-    split: Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$")] = Field(
-        default="949,50,1", description="Proportions of documents (or images) for training, validation and test."
-    )
-    vocab_file: PathText | None = Field(
-        default=None,
-        description="GPT-2 vocabulary (vocab.json); only read by engine megatron-deepspeed, which needs it.",
-    )
-    merge_file: PathText | None = Field(
-        default=None,
-        description="GPT-2 merges (merges.txt); only read by engine megatron-deepspeed, which needs it.",
-    )
+    def accumulation_steps(self, data_parallel_size: int) -> int:
+        """The micro-batches of a replica in one step, if they divide ``samples_per_step``."""
+        return self.samples_per_step(data_parallel_size) // (self.micro_batch_size * data_parallel_size)
 
 
 class Optimizer(Section):
@@ -203,6 +192,15 @@ Prompt = Annotated[str, StringConstraints(max_length=2000)]
 Prompts = Annotated[tuple[Prompt, ...], AS_TUPLE, Field(max_length=16)]
 
 
+def _training_field(value: str) -> str:
+    if value not in TRAINING:
+        raise ValueError(f"must be one of {', '.join(TRAINING)}")
+    return value
+
+
+TrainingFields = Annotated[tuple[Annotated[str, AfterValidator(_training_field)], ...], AS_TUPLE]
+
+
 class Train(Section):
     """Length of the run, logging, evaluation and checkpoints."""
 
@@ -229,9 +227,15 @@ class Train(Section):
         description="Write checkpoints in the background: training pauses only while the state is copied to host"
         " memory. The last checkpoint is written synchronously.",
     )
+    checkpoint_copies: int = Field(
+        default=1,
+        ge=1,
+        le=2,
+        description="Number of nodes with each file of a checkpoint, where nodes do not share the folder: with 2 each"
+        " sends its files to the next one, in the background with async_save, and a lost node costs no checkpoint.",
+    )
     checkpoint_folder: PathText | None = Field(
-        default=None,
-        description="Folder for checkpoints, instead of the run folder.",
+        default=None, description="Folder for checkpoints, instead of the run folder."
     )
     load: PathText | None = Field(
         default=None,
@@ -239,6 +243,11 @@ class Train(Section):
         " checkpoint_folder: the first run then starts from scratch, later ones resume. Or start from weights:"
         " hf:FOLDER, a transformers model folder; deepspeed:FOLDER, a checkpoint of DeepSpeed (ZeRO 0 to 3) of such a"
         " model; megatron:FOLDER, a GPT-2 or Llama of Megatron-LM v1.1.5 or later.",
+    )
+    override_checkpoint: TrainingFields = Field(
+        default=(),
+        description="Fields of the training, such as optimizer.lr, whose values here replace those that the checkpoint"
+        " of load was saved with. Any other difference that changes the losses is refused (docs/checkpoints.md).",
     )
     seed: Count = Field(
         default=1234, description="Random seed of the weights, of dropout and of the order of the data."
@@ -287,6 +296,11 @@ class Launch(Section):
     master_port: MasterPort | None = Field(
         default=None, description="Rendezvous port on the head. Default: a free port."
     )
+    allow_other_tokenizer: bool = Field(
+        default=False,
+        description="Start although the data were made with another tokenizer than that of train.load, or than that of"
+        " data.vocab_file: for tokenizers that are the same to the model, such as one with more tokens.",
+    )
     hang_timeout: Count = Field(
         default=30,
         description="Seconds without progress after which a rank counts as hung and the run is ended, but at least"
@@ -311,12 +325,6 @@ class Restart(Section):
     min_nodes: Positive = Field(
         default=1, description="Minimum number of nodes to continue with; with fewer, the run ends."
     )
-    replication_factor: Annotated[Positive, Field(le=5)] = Field(
-        default=1,
-        description="Number of nodes that hold what a successor of the head needs, the head included: one of them"
-        " supervises the run if the head is lost, even if the nodes do not share runs/. 2 or more needs max and at"
-        " least 3 nodes, spares included. One node, and runs under Slurm, ignore it.",
-    )
 
 
 class Experiment(Section):
@@ -324,6 +332,10 @@ class Experiment(Section):
 
     name: Name = Field(description="Short name; every run id starts with it.")
     engine: Engine = Field(default="torch", description="The training code.")
+    program: str | None = Field(
+        default=None,
+        description="Another program, as a plan describes it (docs/planner.md). It can only be planned, not started.",
+    )
     model: Model
     parallel: Parallel = Field(default_factory=Parallel)
     batch: Batch
@@ -337,8 +349,7 @@ class Experiment(Section):
     trackers: Trackers = ()
     notify: Notifications = ()
     megatron_args: Annotated[tuple[Argument, ...], AS_TUPLE] = Field(
-        default=(),
-        description="Engine megatron-deepspeed: Megatron command line arguments that have no field here.",
+        default=(), description="Engine megatron-deepspeed: Megatron command line arguments that have no field here."
     )
     deepspeed: Annotated[dict[str, Any], AfterValidator(as_json)] = Field(
         default_factory=dict,
@@ -368,7 +379,31 @@ class Experiment(Section):
     def resolved(self, data_parallel_size: int) -> Self:
         """Returns the experiment with the values that depend on the cluster, as the run folder stores it."""
         samples = self.batch.samples_per_step(data_parallel_size)
-        batch = self.batch.model_copy(update={"global_batch_size": samples})
         # Keeps the global batch explicit: it stays the same if the run later continues with fewer replicas.
         deepspeed = {name: value for name, value in self.deepspeed.items() if name != "gradient_accumulation_steps"}
-        return self.model_copy(update={"batch": batch, "deepspeed": deepspeed})
+        return self.with_fields({"batch.global_batch_size": samples, "deepspeed": deepspeed})
+
+    def with_fields(self, fields: Mapping[str, object]) -> Self:
+        """Returns the experiment with other values of ``fields``, by path. They are not checked."""
+        parts: dict[str, dict[str, object]] = {}
+        update: dict[str, object] = {}
+        for path, value in fields.items():
+            section, _, name = path.partition(".")
+            if name:
+                parts.setdefault(section, {})[name] = value
+            else:
+                update[path] = value
+        update |= {section: getattr(self, section).model_copy(update=names) for section, names in parts.items()}
+        return self.model_copy(update=update)
+
+
+TRAINING: Final = (
+    *("model.seq_length", "model.activation_func", "model.hidden_dropout", "model.attention_dropout", "model.fp8"),
+    *("model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff"),
+    *("batch.global_batch_size", "data.data_path", "data.train_data_path", "data.split"),
+    *("train.seed", "train.tf32", "megatron_args"),
+    *(f"optimizer.{name}" for name in Optimizer.model_fields),
+    "precision",
+    *(f"fp16.{name}" for name in LossScale.model_fields if name != "initial_scale_power"),
+)
+"""Fields that decide how a training continues, by path; model and layout must fit its checkpoint in any case."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tridock.command import Command
+from tridock.contracts import run_folder
 
 if TYPE_CHECKING:  # the planner, which `tridock run` does not import
     from tridock.engines import RankProgram
@@ -19,11 +20,7 @@ _DOUBLE_QUOTED_SPECIALS = re.compile(r'([\\"$`])')
 
 
 def deepspeed_command(
-    program: RankProgram,
-    slots: Mapping[str, Sequence[int]],
-    hostfile: str,
-    master_addr: str,
-    master_port: int,
+    program: RankProgram, slots: Mapping[str, Sequence[int]], hostfile: str, master_addr: str, master_port: int
 ) -> Command:
     """Returns the head's command. A single node needs no ssh.
 
@@ -38,7 +35,6 @@ def deepspeed_command(
 def deepspeed_options(
     slots: Mapping[str, Sequence[int]], hostfile: str, master_addr: str, master_port: int
 ) -> list[str]:
-    """Returns the ``deepspeed`` options that the cluster determines."""
     argv = ["--hostfile", hostfile]
     if any(list(numbers) != list(range(len(numbers))) for numbers in slots.values()):
         argv += ["--include", "@".join(f"{node}:{','.join(map(str, numbers))}" for node, numbers in slots.items())]
@@ -66,6 +62,9 @@ def without_steps(output: Iterable[bytes]) -> Iterator[bytes]:
         *lines, rest = (rest + part).split(b"\n")
         if shown := b"".join(line + b"\n" for line in lines if not _STEP.match(line)):
             yield shown
+        if len(rest) > run_folder.LONGEST_LINE:
+            yield rest
+            rest = b""
     if rest:
         yield rest
 

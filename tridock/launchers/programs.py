@@ -1,10 +1,8 @@
 """Programs that start ranks (torchrun, deepspeed, accelerate, mpirun) and the options that the cluster determines.
 
 Your own arguments are unchanged. Tridock inserts the options for nodes, rendezvous and ranks after the program's name,
-and rejects them in your arguments. Any other program is started once per slot.
+and rejects them in your arguments. Any other program is started once per slot, once per node or once on the head.
 """
-
-from __future__ import annotations
 
 import posixpath
 import re
@@ -15,6 +13,7 @@ from typing import Final
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.launchers.deepspeed import deepspeed_options, for_pdsh
+from tridock.launchers.self_launchers import Per, self_launcher
 
 Argv = tuple[str, ...]
 
@@ -35,12 +34,9 @@ class Place:
     """The Python that runs Tridock's own code on every node."""
     in_job: bool = False
     """Whether a scheduler has started a task on every node, so that no program uses ssh."""
-    per_node: bool = False
-    """Whether the program starts once per node and starts the node's ranks itself."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on this node."""
         return len(list(self.slots.values())[self.node_rank])
 
     @property
@@ -50,8 +46,6 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """How Tridock starts one kind of program."""
-
     name: str
     options: Callable[[Place, frozenset[str]], Sequence[str]]
     """Returns the options to add, given those that the user has set."""
@@ -69,13 +63,12 @@ class Program:
     """Options with which the program starts independent processes."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that it needs in a container, where the user is the operator, root included."""
+    starts_ranks: bool = False
+    """Whether it starts the ranks itself: Tridock adds variables instead of options."""
     job_options: Callable[[Place], Sequence[str]] | None = None
-    """Options in a scheduler's job for a program that otherwise starts only on the head: in a job it runs on every
-    node.
-    """
+    """Options in a scheduler's job for a program that else starts only on the head: in a job it runs on every node."""
 
     def runs_on_every_node(self, *, in_job: bool) -> bool:
-        """Whether it starts on every node, not only on the head."""
         return self.on_every_node or (in_job and self.job_options is not None)
 
 
@@ -112,26 +105,59 @@ def _mpirun(place: Place, _given: frozenset[str]) -> Sequence[str]:
     return ("--hostfile", place.hostfile, "-np", str(place.world_size), *names)
 
 
-def _start_ranks(place: Place, _given: frozenset[str]) -> Sequence[str]:
+def _composer(place: Place, _given: frozenset[str]) -> Sequence[str]:
+    before = sum(map(len, list(place.slots.values())[: place.node_rank]))
     return (
-        *("--nnodes", str(len(place.slots)), "--node-rank", str(place.node_rank)),
-        *("--nproc-per-node", str(place.ranks)),
-        *("--master-addr", place.master_addr, "--master-port", str(place.master_port), "--no-python"),
+        *("--nproc", str(place.ranks), "--world_size", str(place.world_size), "--base_rank", str(before)),
+        *("--node_rank", str(place.node_rank)),
+        *("--master_addr", place.master_addr, "--master_port", str(place.master_port)),
     )
+
+
+def _per_node(place: Place) -> Mapping[str, object]:
+    """Returns the variables of a program that starts its node's ranks; torchrun itself reads ``PET_…``."""
+    variables = {
+        "NNODES": len(place.slots),
+        "NODE_RANK": place.node_rank,
+        "NPROC_PER_NODE": place.ranks,
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": place.master_port,
+    }
+    return variables | {f"PET_{name}": value for name, value in variables.items()}
+
+
+def _per_cluster(place: Place) -> Mapping[str, object]:
+    """Returns the variables of a program that starts all ranks from the head; gpt-neox reads ``DLTS_HOSTFILE``."""
+    if place.in_job:
+        what, todo = "cluster is for programs that reach the other nodes over ssh", "use --per node in a job"
+        raise RequestError(Problem("per", what, "", todo))
+    return {
+        "DLTS_HOSTFILE": place.hostfile,
+        "NNODES": len(place.slots),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": place.master_port,
+    }
+
+
+def _with_variables(
+    variables: Callable[[Place], Mapping[str, object]], env: Mapping[str, str]
+) -> Callable[[Place, frozenset[str]], Sequence[str]]:
+    return lambda place, _given: ("env", *(f"{name}={value}" for name, value in {**env, **variables(place)}.items()))
 
 
 _ACCELERATE_KINDS: Final = frozenset(
     ("--multi-gpu", "--use-deepspeed", "--use-fsdp", "--use-megatron-lm", "--tpu", "--config-file")
 )
+_OF_TORCHRUN: Final = frozenset(
+    (
+        *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint", "--standalone"),
+        "--max-restarts",
+    )
+)
 _TORCHRUN: Final = Program(
     "torchrun",
     _torchrun,
-    frozenset(
-        (
-            *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint", "--standalone"),
-            "--max-restarts",
-        )
-    ),
+    _OF_TORCHRUN,
     module="-m",
     own_logs=frozenset(("--no-python", "--log-dir", "--redirects", "-r", "--tee", "-t")),
 )
@@ -165,32 +191,25 @@ _MPIRUN: Final = Program(
     on_every_node=False,
     env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
 )
-_MPIRUN_FLAGS: Final = frozenset(
-    (
-        *(
-            "allow-run-as-root",
-            "oversubscribe",
-            "nooversubscribe",
-            "report-bindings",
-            "display-map",
-            "nolocal",
-            "q",
-            "v",
-        ),
-        *(
-            "display-allocation",
-            "tag-output",
-            "timestamp-output",
-            "use-hwthread-cpus",
-            "quiet",
-            "verbose",
-            "disable-recovery",
-        ),
-        *("bynode", "byslot", "bycore", "bysocket", "bind-to-core", "bind-to-socket", "bind-to-none", "pernode"),
-    )
+_TUNE: Final = Program("tune run", _torchrun, _OF_TORCHRUN)
+_COMPOSER: Final = Program(
+    "composer",
+    _composer,
+    frozenset(
+        (
+            *("--nproc", "-n", "--world-size", "--base-rank", "--node-rank", "--master-addr", "--master-port"),
+            *("--stdout", "--stderr"),
+        )
+    ),
 )
+_MPIRUN_FLAGS: Final = frozenset((
+    *("allow-run-as-root", "oversubscribe", "nooversubscribe", "report-bindings", "display-map", "nolocal", "q", "v"),
+    *("display-allocation", "tag-output", "timestamp-output", "use-hwthread-cpus", "quiet", "verbose"),
+    *("disable-recovery", "bynode", "byslot", "bycore", "bysocket", "bind-to-core", "bind-to-socket", "bind-to-none"),
+    "pernode",
+))  # fmt: skip
 _MPIRUN_PAIRS: Final = frozenset(("mca", "gmca"))
-_OTHER: Final = Program("any other program", _start_ranks)
+_OTHER: Final = Program("any other program", lambda place, _: (*_torchrun(place, frozenset()), "--no-python"))
 _RANK_OUTPUT: Final = "tridock.node.rank_output"
 
 _MODULE: Final = ("-m", "--module")
@@ -199,47 +218,76 @@ _FLAGS: Final = re.compile(r"-[bBdEiIOPqsSuvx]+")
 _FLAGS_WITH_VALUE: Final = ("-W", "-X")
 _MODULES: Final = {"torch.distributed.run": _TORCHRUN, "torch.distributed.launch": _TORCHRUN,
                    "deepspeed.launcher.runner": _DEEPSPEED, "accelerate.commands.launch": _ACCELERATE}  # fmt: skip
-_NAMES: Final = {"torchrun": _TORCHRUN, "deepspeed": _DEEPSPEED, "mpirun": _MPIRUN, "mpiexec": _MPIRUN}
-_BEHIND: Final = ("torchrun", "deepspeed", "mpirun", "accelerate")
+_NAMES: Final = {"torchrun": _TORCHRUN, "deepspeed": _DEEPSPEED, "deepspeed.pt": _DEEPSPEED, "ds": _DEEPSPEED,
+                 "accelerate-launch": _ACCELERATE, "mpirun": _MPIRUN, "mpiexec": _MPIRUN,
+                 "composer": _COMPOSER}  # fmt: skip
+_SUBCOMMANDS: Final = {("accelerate", "launch"): _ACCELERATE, ("tune", "run"): _TUNE}
+_BEHIND: Final = (*_NAMES, "accelerate", "llamafactory-cli", "axolotl")
 
 
-def program_of(argv: Sequence[str]) -> tuple[Program, int]:
-    """Returns the launcher at the beginning of a command line and the number of arguments in its name."""
-    first = posixpath.basename(argv[0])
+def program_of(argv: Sequence[str], per: Per | None = None) -> tuple[Program, int]:
+    """Returns the launcher at the beginning of a command line and the number of arguments in its name.
+
+    ``per``: where any other program is started; None lets the program decide. Raises :class:`RequestError` for a
+    launcher of which that is said, and for a program that cannot be given the other nodes.
+    """
+    first, option = posixpath.basename(argv[0]), 0
     if _PYTHON.fullmatch(first):
         option = 1
         while option < len(argv) and (_FLAGS.fullmatch(argv[option]) or argv[option] in _FLAGS_WITH_VALUE):
             option += 2 if argv[option] in _FLAGS_WITH_VALUE else 1
-        match tuple(argv[option : option + 2]):
-            case ("-m", module) if module in _MODULES:
-                return _MODULES[module], option + 2
-    if first == "accelerate" and tuple(argv[1:2]) == ("launch",):
-        return _ACCELERATE, 2
-    return (_NAMES[first], 1) if first in _NAMES else (_OTHER, 0)
+    program, named = _OTHER, 0
+    match tuple(argv[option : option + 2]):
+        case ("-m", module) if module in _MODULES:
+            program, named = _MODULES[module], option + 2
+        case (_, subcommand) if (first, subcommand) in _SUBCOMMANDS:
+            program, named = _SUBCOMMANDS[first, subcommand], 2
+        case _ if first in _NAMES:
+            program, named = _NAMES[first], 1
+    if program is not _OTHER:
+        if per in ("node", "cluster"):
+            what = f"{per} is for programs that start ranks themselves"
+            todo = f"leave it out: Tridock starts {program.name} where it belongs"
+            raise RequestError(Problem("per", what, program.name, todo))
+        return program, named
+    words = argv[option:]
+    own = self_launcher((posixpath.basename(words[0]), *words[1:])) if words and per is None else None
+    env, per = (own.env, own.per) if own else ({}, per)
+    match per:
+        case "node":
+            options = _with_variables(_per_node, env)
+            return Program("a program per node", options, starts_ranks=True), 0
+        case "cluster":
+            options = _with_variables(_per_cluster, env)
+            return Program("a program on the head", options, starts_ranks=True, on_every_node=False), 0
+    return _OTHER, 0
 
 
-def on_node(argv: Sequence[str], place: Place) -> Argv:
+def is_per_slot(argv: Sequence[str], per: Per | None = None) -> bool:
+    return program_of(argv, per)[0] is _OTHER
+
+
+def on_node(argv: Sequence[str], place: Place, per: Per | None = None) -> Argv:
     """Returns one node's command line. Raises :class:`RequestError` for options that the cluster determines."""
-    program, named, script = _parts(argv)
-    if place.per_node:
-        return ("env", *_of_node(program, place), *argv)
+    program, named, script = _parts(argv, per)
+    if program.starts_ranks:
+        return (*program.options(place, frozenset()), *argv)
     given = _options(argv[named:script])
     if alone := [word for option, word in given.items() if option in program.alone]:
         what, todo = f"{program.name} starts no ranks with it", "leave it out, or give it behind the script"
         raise RequestError(Problem("command", what, " ".join(alone), todo))
     if refused := [word for option, word in given.items() if option in program.decided]:
-        what, todo = (
-            f"{program.name} gets these options from Tridock",
-            "leave them out: the hostfile and --restarts decide",
-        )
+        what = f"{program.name} gets these options from Tridock"
+        todo = "leave them out: the hostfile, --nodes, --slots and --restarts decide"
         raise RequestError(Problem("command", what, " ".join(refused), todo))
     if program is _OTHER and (behind := next((word for word in argv[:script] if word in _BEHIND), None)):
         what, todo = f"starts {behind} once per slot, each alone", f"begin with {behind}, or add --per node"
         raise RequestError(Problem("command", what, " ".join(argv), todo))
     sizes = {len(slots) for slots in place.slots.values()}
-    if program is _OTHER and len(sizes) > 1:
+    if program in (_OTHER, _ACCELERATE) and len(sizes) > 1:
+        what = "starts once per slot" if program is _OTHER else f"{program.name} starts as many ranks on each node"
         got, todo = ", ".join(f"{node}: {len(it)}" for node, it in place.slots.items()), "use torchrun, or --include"
-        raise RequestError(Problem("command", "starts once per slot, and nodes differ in slots", got, todo))
+        raise RequestError(Problem("command", f"{what}, and nodes differ in slots", got, todo))
     for_shell = program.for_shell and len(place.slots) > 1
     if place.in_job and program.job_options is not None:
         added, for_shell = tuple(program.job_options(place)), False
@@ -257,36 +305,18 @@ def on_node(argv: Sequence[str], place: Place) -> Argv:
     return (*argv[:named], *added, *argv[named:script], *first, *last)
 
 
-def _of_node(program: Program, place: Place) -> Sequence[str]:
-    """Returns the variables of a program that starts its node's ranks; torchrun itself reads ``PET_…``."""
-    if program is not _OTHER:
-        what, todo = (
-            "node is for programs that start the ranks of their node",
-            f"leave it out: Tridock starts {program.name}",
-        )
-        raise RequestError(Problem("per", what, program.name, f"{todo} where it belongs"))
-    variables = {
-        "NNODES": len(place.slots),
-        "NODE_RANK": place.node_rank,
-        "NPROC_PER_NODE": place.ranks,
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": place.master_port,
-    }
-    return [f"{prefix}{name}={value}" for prefix in ("", "PET_") for name, value in variables.items()]
-
-
-def has_rank_logs(argv: Sequence[str], *, per_node: bool = False) -> bool:
+def has_rank_logs(argv: Sequence[str], per: Per | None = None) -> bool:
     """Whether Tridock can copy each rank's output to its log, for which it must know where the script begins."""
-    program, named, script = _parts(argv)
-    if per_node or program is _OTHER:
-        return not per_node
+    program, named, script = _parts(argv, per)
+    if program is _OTHER:
+        return True
     is_known = script < len(argv) and argv[script] != "--"
     return bool(program.module) and is_known and not program.own_logs & _options(argv[named:script]).keys()
 
 
-def _parts(argv: Sequence[str]) -> tuple[Program, int, int]:
+def _parts(argv: Sequence[str], per: Per | None = None) -> tuple[Program, int, int]:
     """Returns the launcher and the range of its own options, which end at the script or at ``-m``."""
-    program, named = program_of(argv)
+    program, named = program_of(argv, per)
     if program is _MPIRUN:
         return program, named, _end_of_mpirun(argv, named)
     ends = (n for n in range(named, len(argv)) if argv[n].endswith(".py") or argv[n] in (*_MODULE, "--"))

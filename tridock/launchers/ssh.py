@@ -1,61 +1,54 @@
-"""The launcher of ``tridock launch``: starts ranks from the head over the cluster's ssh, by pdsh or Tridock."""
+"""The launcher of a cluster: starts ranks from the head over the cluster's ssh, by pdsh or Tridock."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from tridock.command import Command
 from tridock.contracts import cluster_ssh, run_folder
 from tridock.contracts.supervision import Reach
-from tridock.launchers.bundle import Start
+from tridock.launchers.command import start_command
 from tridock.launchers.deepspeed import deepspeed_command
 from tridock.launchers.local import start_ranks
-
-if TYPE_CHECKING:  # the planner, which `tridock run` does not import
-    from tridock.engines import RankProgram
-    from tridock.launchers.run import Run
+from tridock.launchers.run import DEEPSPEED_ENV, Launcher, Run, Start, start_planned
 
 
-@dataclass(frozen=True, slots=True)
-class Ssh:
+class Ssh(Launcher):
     """Starts all ranks from the head."""
 
-    name: ClassVar[str] = "ssh"
-    scheduler: ClassVar[str | None] = None
-    reach: ClassVar[Reach] = Reach((*cluster_ssh.SUPERVISOR, "{node}"), python=run_folder.PYTHON, as_one_argument=True)
+    name = "ssh"
+    reach = Reach((*cluster_ssh.SUPERVISOR, "{node}"), python=run_folder.PYTHON, as_one_argument=True)
+
+    def remote(self, nodes: Sequence[str]) -> Sequence[str]:
+        return nodes[1:]
 
     def start(self, run: Run) -> Start:
-        """Uses the starter of ``launch.launcher``; the supervisor reaches every node except the head."""
-        return STARTERS[run.experiment.launch.launcher](run, run.program(), run.program(resume=True))
+        """Starts your own program as it is; the ranks of an engine with the starter of ``launch.launcher``."""
+        if run.assessment is None:
+            return start_command(run, self)
+        return STARTERS[run.assessment.experiment.launch.launcher](run)
 
 
-def _by_deepspeed(run: Run, first: RankProgram, again: RankProgram) -> Start:
-    request, hostfile = run.request, f"{run.path}/{run_folder.HOSTFILE}"
-    command, resume = (
-        deepspeed_command(it, request.slots, hostfile, request.master_addr, request.master_port)
-        for it in (first, again)
-    )
-    env = {**first.env, "DS_ENV_FILE": f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
-    return Start(command, resume, env, remote=tuple(request.slots)[1:])
+def _by_deepspeed(run: Run) -> Start:
+    first, again = run.programs
+    where = (run.slots, f"{run.path}/{run_folder.HOSTFILE}", run.master_addr, run.port)
+    commands = {
+        run_folder.LAUNCH_SCRIPT: deepspeed_command(first, *where),
+        run_folder.RESUME_SCRIPT: deepspeed_command(again, *where),
+    }
+    env = {**first.env, DEEPSPEED_ENV: f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
+    return start_planned(run, first, commands, env)
 
 
-def _by_ssh(run: Run, first: RankProgram, again: RankProgram) -> Start:
-    places = ("--run", run.path)
-    ranks = start_ranks(run, first, places), start_ranks(run, again, places)
-    nodes = tuple(run.request.slots)
-    if len(nodes) == 1:
-        return Start(*ranks, first.env)
-    command, resume = (
-        Command.of(run_folder.PYTHON, "-P", "-m", "tridock.node", "start-nodes", run.path, script)
-        for script in (run_folder.RANKS_SCRIPT, run_folder.RESUME_RANKS_SCRIPT)
-    )
-    return Start(command, resume, first.env, remote=nodes[1:], ranks=ranks)
+def _by_ssh(run: Run) -> Start:
+    first, again = run.programs
+    heads = (run_folder.LAUNCH_SCRIPT, run_folder.RESUME_SCRIPT)
+    nodes = (run_folder.RANKS_SCRIPT, run_folder.RESUME_RANKS_SCRIPT)
+    ranks = [start_ranks(run, program, ("--run", run.path)) for program in (first, again)]
+    if len(run.slots) == 1:
+        return start_planned(run, first, dict(zip(heads, ranks, strict=True)))
+    commands = (*(Command(Ssh().on_nodes(run, script)) for script in nodes), *ranks)
+    return start_planned(run, first, dict(zip((*heads, *nodes), commands, strict=True)))
 
 
-STARTERS: Final[Mapping[str, Callable[[Run, RankProgram, RankProgram], Start]]] = {
-    "deepspeed": _by_deepspeed,
-    "ssh": _by_ssh,
-}
-"""Starters by ``launch.launcher``; arguments: the ranks' program, and that of a restart."""
+STARTERS: Final[Mapping[str, Callable[[Run], Start]]] = {"deepspeed": _by_deepspeed, "ssh": _by_ssh}
+"""Starters of a run with a plan by ``launch.launcher``."""

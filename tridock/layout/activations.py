@@ -16,16 +16,8 @@ from typing import Final, Literal
 
 from tridock.experiment import Experiment
 from tridock.experiment.model import Model
-from tridock.experiment.weights import layer_matrices
-from tridock.layout.shape import (
-    FORMAT_BYTES,
-    Device,
-    Term,
-    in_flight,
-    layers_of_stage,
-    recomputed_layers,
-    tokens_of,
-)
+from tridock.experiment.parameters import layer_matrices
+from tridock.layout.shape import FORMAT_BYTES, Device, Term, in_flight, layers_of_stage, recomputed_layers, tokens_of
 
 Attention = Literal["fused", "flash-2", "flash-triton", "flash-1", "unfused"]
 """What computes attention: the fastest fused kernel of today, an older one, or kernels that write the scores."""
@@ -102,7 +94,9 @@ def activation_terms(
     head = head if last else 0.0
     if last:
         terms.append(Term("logits and loss", round(head), "probabilities in fp32, logits or their gradients"))
-    terms.append(Term("backward pass", round(max(0.0, inside - head)), _backward_source(again, last)))
+    what = "the layers computed again, and gradients on their way" if again else "gradients on their way"
+    what += ", beyond the logits' room" if last else ""
+    terms.append(Term("backward pass", round(max(0.0, inside - head)), what))
     return terms
 
 
@@ -122,11 +116,6 @@ def kept_bytes(experiment: Experiment, stage: int, sizes: Sizes) -> float:
     return (layers - again) * kept_layer(experiment, sizes) + _groups(experiment, again) * _kept_input(
         experiment, sizes
     )
-
-
-def _backward_source(again: int, last: bool) -> str:
-    what = "the layers computed again, and gradients on their way" if again else "gradients on their way"
-    return f"{what}, beyond the logits' room" if last else what
 
 
 def sizes_of(
@@ -211,6 +200,8 @@ def _inner_bytes(experiment: Experiment, tokens: int, short: int, device: Device
     normed = 0.0
     if model.qk_layernorm:
         rows = tokens * (model.num_attention_heads + model.query_groups) / tensor
+        if model.qk_layernorm_all_heads and tensor > 1:
+            device = "cpu"  # no kernel: the ranks sum the squares between two operations
         normed = norm_bytes(model, rows, model.head_size, short, device)
         # The norms' input is a part of the fused tensor, or the queries' copy; a norm in fp32 casts a shorter format.
         if model.normalization == "LayerNorm" or device == "cuda" or short == 4:

@@ -12,17 +12,18 @@ from typing import Final
 
 from tridock.experiment import Experiment
 from tridock.layout.activations import Attention, Sizes
-from tridock.layout.kernels import Device, attention_seconds, pass_seconds, product_seconds
+from tridock.layout.kernels import KernelRates, attention_seconds, pass_seconds, product_seconds
 from tridock.layout.shape import Parameters, layers_of_stage, recomputed_layers
 
 _FORWARD_KERNELS: Final = 20
 """Kernels of one layer's forward pass: products, attention, norms, additions, the activation function, copies."""
 _BACKWARD_KERNELS: Final = 40
+_COMPILED: Final = 0.5
+"""Share of these that a compiled layer has: few besides its products and attention."""
 _SCORE_PASSES: Final = 8
 """Passes over the scores of unfused attention: written, scaled, masked, softmax, dropout and its mask, read."""
 _QUANTIZED_BYTES: Final = 6
-"""Bytes moved for each element that is quantized to fp8: read for its maximum (2), read again (2), written in both
-layouts (1 and 1)."""
+"""Bytes moved for each element quantized to fp8: read for its maximum (2), read again (2), written twice (1 + 1)."""
 _ROTATION: Final = (14, 16)
 """Bytes that the kernels of a rotation move for each rotated number of two bytes, forward and backward: four products
 of halves (8), a sum and a difference (6); backward also the negation of a half (2)."""
@@ -35,6 +36,8 @@ _STEPWISE_NORM: Final = (36 - 4, 92 - 8)
 kernel (``tests/unit/train/test_layer_kernels.py``)."""
 _LOSS_BYTES: Final = 28
 """Bytes moved for each logit, forward and backward: to fp32 and back (6 and 6), softmax (8), its gradient (8)."""
+_COMPILED_LOSS_BYTES: Final = 8
+"""The same of compiled kernels, measured on an H100: they read the logits twice, and read and write them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,42 +61,38 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One layer in one direction."""
-
     products: float
     attention: float
     elementwise: float
     kernels: int
 
-    def waits(self, device: Device) -> float:
+    def waits(self, device: KernelRates) -> float:
         busy = self.products + self.attention + self.elementwise + self.kernels * device.start_s
         return max(0.0, self.kernels * device.launch_s - busy) + self.kernels * device.start_s
 
-    def total(self, device: Device) -> float:
+    def total(self, device: KernelRates) -> float:
         return self.products + self.attention + self.elementwise + self.waits(device)
 
 
 def stage_time(
     experiment: Experiment,
     stage: int,
-    device: Device,
+    device: KernelRates,
     sizes: Sizes,
     weights: Parameters,
     rows: int,
     *,
     summed_bytes: float,
-    attention: Attention = "fused",
-    kernels: float = 1.0,
-    fuses_rotation: bool = False,
-    stepwise_norms: bool = False,
+    attention: Attention,
+    fuses_rotation: bool,
+    stepwise_norms: bool,
 ) -> StageTime:
     """Returns the time of one micro batch. ``rows``: of the token table, over all tensor parallel ranks.
     ``summed_bytes``: bytes read and written of a weight for each micro batch, as its gradient is accumulated.
-    ``kernels``: share of a layer's kernels that remains when the layer is compiled. ``stepwise_norms``: of a torch
-    without an RMSNorm kernel."""
+    ``stepwise_norms``: of a torch without an RMSNorm kernel."""
     layers = layers_of_stage(experiment, stage)
     moved = between_bytes(experiment, sizes, fuses_rotation=fuses_rotation, stepwise_norms=stepwise_norms)
-    forward, backward, column = _layer(experiment, device, sizes, attention, kernels, moved)
+    forward, backward, column = _layer(experiment, device, sizes, attention, moved)
     again = recomputed_layers(experiment, layers) * forward.total(device)
     if experiment.model.recompute_granularity == "selective":
         again = layers * forward.attention
@@ -116,12 +115,7 @@ def stage_time(
 
 
 def _layer(
-    experiment: Experiment,
-    device: Device,
-    sizes: Sizes,
-    attention: Attention,
-    kernels: float,
-    moved: tuple[float, float],
+    experiment: Experiment, device: KernelRates, sizes: Sizes, attention: Attention, moved: tuple[float, float]
 ) -> tuple[_Pass, _Pass, float]:
     """Returns the forward pass, the backward pass, and the part of the latter that can hide the exchange of gradients
     between tensor parallel ranks: weight-gradient products of the column-parallel matrices."""
@@ -154,6 +148,7 @@ def _layer(
         mixed = _unfused(experiment, device, size, heads)
     else:
         mixed = attention_seconds(device, model.seq_length, heads, model.head_size, samples, attention)
+    kernels = _COMPILED if experiment.train.compile else 1.0
     between = (0.0, 0.0) if device.flat else (pass_seconds(device, moved[0]), pass_seconds(device, moved[1]))
     return (
         _Pass(one_way, mixed[0], between[0] + quantized[0], round(_FORWARD_KERNELS * kernels)),
@@ -196,7 +191,7 @@ def between_bytes(
     return fused + casts + rotation[0] + forward, 2 * fused + casts + rotation[1] + backward
 
 
-def _unfused(experiment: Experiment, device: Device, size: int, heads: float) -> tuple[float, float]:
+def _unfused(experiment: Experiment, device: KernelRates, size: int, heads: float) -> tuple[float, float]:
     """Returns the time of attention that writes its scores to memory: two products forward, four backward."""
     model = experiment.model
     samples, length = experiment.batch.micro_batch_size, model.seq_length
@@ -207,7 +202,7 @@ def _unfused(experiment: Experiment, device: Device, size: int, heads: float) ->
     return products + scores, 2 * products + scores
 
 
-def _head(experiment: Experiment, device: Device, sizes: Sizes, rows: int) -> tuple[float, float]:
+def _head(experiment: Experiment, device: KernelRates, sizes: Sizes, rows: int) -> tuple[float, float]:
     """Returns the time of the output layer's products, both ways, and of the passes over the logits."""
     columns, wide = rows // experiment.parallel.tensor_model_parallel_size, experiment.model.hidden_size
     tokens, size = sizes.tokens, sizes.short
@@ -216,9 +211,9 @@ def _head(experiment: Experiment, device: Device, sizes: Sizes, rows: int) -> tu
         + product_seconds(device, tokens, wide, columns, size)
         + product_seconds(device, columns, wide, tokens, size)
     )
-    return products, 0.0 if device.flat else pass_seconds(device, _LOSS_BYTES * float(tokens) * columns)
+    moved = _COMPILED_LOSS_BYTES if experiment.train.compile else _LOSS_BYTES
+    return products, 0.0 if device.flat else pass_seconds(device, moved * float(tokens) * columns)
 
 
-def vision_seconds(device: Device, flops: float) -> float:
-    """Returns the time of convolutions, at a given rate."""
+def vision_seconds(device: KernelRates, flops: float) -> float:
     return flops / (device.tflops * 1e12 * device.matmul_share)

@@ -1,7 +1,6 @@
 """The communication groups of a plan, and which of them cross nodes. Pure."""
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -9,19 +8,8 @@ from typing import Literal
 from tridock.errors import Problem
 from tridock.layout.plan import Plan, Rank
 
-Kind = Literal[
-    "tensor",
-    "context",
-    "data",
-    "data_with_context",
-    "pipeline",
-    "pipeline_neighbours",
-    "embedding",
-    "model",
-    "expert",
-    "expert_tensor",
-    "expert_data",
-]
+_OfModel = Literal["tensor", "context", "data", "data_with_context", "pipeline", "pipeline_neighbours", "embedding"]
+Kind = Literal[_OfModel, "model", "expert", "expert_tensor", "expert_data"]
 Group = tuple[int, ...]
 
 
@@ -50,7 +38,6 @@ class Groups:
     nodes: tuple[str, ...]
 
     def nodes_of(self, group: Group) -> tuple[str, ...]:
-        """Returns the nodes of a group, in the order of its ranks."""
         return tuple(dict.fromkeys(self.nodes[rank] for rank in group))
 
     def spans(self, kind: Kind) -> list[int]:
@@ -99,8 +86,7 @@ def warnings(plan: Plan) -> list[str]:
     Each reads as a :class:`Problem` does. A suggested size divides the size in use, and therefore the heads and the
     world too.
     """
-    groups = make_groups(plan)
-    return [str(problem) for problem in (*_crossing_problems(plan, groups), *_uneven_problems(plan, groups))]
+    return [str(problem) for problem in _crossing_problems(plan, make_groups(plan))]
 
 
 def _alike(plan: Plan, place: Callable[[Rank], Hashable]) -> tuple[Group, ...]:
@@ -144,25 +130,6 @@ def _crossing_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
             str(context),
             f"use {size}{given}, whose groups stay within a node's slots",
         )
-
-
-def _uneven_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
-    """Yields uneven nodes that split the tensor x context ranks of a replica's stage, though one node could hold
-    them."""
-    slots = Counter(groups.nodes)
-    covered = plan.tensor_model_parallel_size * plan.context_parallel_size
-    blocks = [tuple(range(first, first + covered)) for first in range(0, plan.world_size, covered)]
-    cut = [block for block in blocks if len(groups.nodes_of(block)) > 1]
-    if len(set(slots.values())) == 1 or covered > max(slots.values()) or not cut:
-        return
-    whole = "replicas" if plan.pipeline_model_parallel_size == 1 else "stages of replicas"
-    sizes = [f"{count} x {number}" for number, count in sorted(Counter(slots.values()).items(), reverse=True)]
-    yield Problem(
-        "hostfile",
-        f"uneven slots spread {len(cut)} of {len(blocks)} {whole} over several nodes ({_places(groups, cut)})",
-        f"nodes x slots: {', '.join(sizes)}",
-        f"give every node a multiple of {covered} slots",
-    )
 
 
 def _greatest_divisor(number: int, fits: Callable[[int], bool]) -> int:

@@ -1,4 +1,4 @@
-"""Device time of a matrix product, of attention, and of a memory-bound kernel. Pure.
+"""KernelRates time of a matrix product, of attention, and of a memory-bound kernel. Pure.
 
 A matrix product is cut into tiles, which the units of a device (SMs) process in waves: a partial last wave takes as
 long as a full one, and a tile that extends over the edge as long as a whole one (NVIDIA, "Matrix Multiplication
@@ -27,8 +27,7 @@ _SPLITS: Final = (1, 2, 4)
 _ALIGNED: Final = 64
 """Elements of 2 bytes in 128 bytes: rows of other lengths load more slowly (NVIDIA's guide, section 2.1)."""
 _UNALIGNED_SHARE: Final = 0.75
-"""Rate of unaligned rows relative to aligned: 94 TFLOP/s with hidden size 14400 over 8 ranks, 120 with 13824
-(bigscience, chronicles)."""
+"""Rate of unaligned rows over aligned: 94 TFLOP/s with hidden size 14400 over 8 ranks, 120 with 13824 (bigscience)."""
 MEMORY_SHARE: Final = 0.75
 """Share of the memory rate that memory-bound kernels reach; SimuMax's files have 0.91 for A100 and 0.67 for B200."""
 _HEADS: Final = (32, 64, 96, 128, 192, 256)
@@ -45,7 +44,7 @@ _ROWS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class KernelRates:
     """The rates that one device's kernels reach."""
 
     tflops: float
@@ -76,7 +75,7 @@ class Device:
 
 
 @lru_cache(maxsize=16384)
-def product_seconds(device: Device, rows: int, columns: int, inner: int, size: int = 2) -> float:
+def product_seconds(device: KernelRates, rows: int, columns: int, inner: int, size: int = 2) -> float:
     """Returns the time of a product of [rows, inner] and [inner, columns], in numbers of ``size`` bytes."""
     flops = 2.0 * rows * columns * inner
     rate = device.tflops * 1e12 * device.matmul_share
@@ -91,7 +90,7 @@ def product_seconds(device: Device, rows: int, columns: int, inner: int, size: i
     return factor * max(moved, _tiled_seconds(device, rows, columns, inner, rate))
 
 
-def _factor(device: Device, rows: int, columns: int, inner: int) -> float:
+def _factor(device: KernelRates, rows: int, columns: int, inner: int) -> float:
     """Returns measured over estimated time: the mean over the measured products, weighted by distance in doublings."""
     if not device.points:
         return 1.0
@@ -101,7 +100,7 @@ def _factor(device: Device, rows: int, columns: int, inner: int) -> float:
     return math.exp(sum(logs) / sum(weights))
 
 
-def _tiled_seconds(device: Device, rows: int, columns: int, inner: int, rate: float) -> float:
+def _tiled_seconds(device: KernelRates, rows: int, columns: int, inner: int, rate: float) -> float:
     best = math.inf
     for tall, wide, share in _TILES:
         tiles = math.ceil(rows / tall) * math.ceil(columns / wide)
@@ -115,7 +114,7 @@ def _tiled_seconds(device: Device, rows: int, columns: int, inner: int, rate: fl
 
 
 def attention_seconds(
-    device: Device, length: int, heads: float, head_size: int, samples: float, kernel: Attention = "fused"
+    device: KernelRates, length: int, heads: float, head_size: int, samples: float, kernel: Attention = "fused"
 ) -> tuple[float, float]:
     """Returns the forward and backward time of fused causal attention over ``samples`` sequences of ``length``."""
     padded = next((size for size in _HEADS if size >= head_size), head_size)
@@ -132,6 +131,6 @@ def attention_seconds(
     return forward * slower, forward * device.attention_backward * slower_back
 
 
-def pass_seconds(device: Device, moved: float) -> float:
+def pass_seconds(device: KernelRates, moved: float) -> float:
     """Returns the time of a memory-bound kernel that reads and writes ``moved`` bytes in all."""
     return moved / (device.memory_gb_s * MEMORY_SHARE * 1e9)

@@ -9,6 +9,9 @@ from tridock.experiment import Experiment
 from tridock.experiment.schema import Parallel
 from tridock.layout.split import size_of_replica
 
+Slots = Mapping[str, Sequence[int]]
+"""Node name to slot numbers, in the hostfile's order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -94,12 +97,21 @@ def layout_label(sizes: Plan | Parallel, data_parallel_size: int) -> str:
     return f"TP{sizes.tensor_model_parallel_size} PP{sizes.pipeline_model_parallel_size} {used}DP{data_parallel_size}"
 
 
-def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
-    """Returns the plan of a legal experiment on ``slots`` (node name to slot numbers, in the hostfile's order).
+def size_of_world(slots: Slots) -> int:
+    return sum(map(len, slots.values()))
+
+
+def slots_per_node(slots: Slots) -> int:
+    """Returns the slots of the node with the fewest."""
+    return min(map(len, slots.values()), default=0)
+
+
+def lay_out(experiment: Experiment, slots: Slots) -> Plan:
+    """Returns the plan of a legal experiment on ``slots``.
 
     Ranks go node by node and slot by slot, as DeepSpeed's and torch's launchers number them.
     """
-    world_size = sum(len(numbers) for numbers in slots.values())
+    world_size = size_of_world(slots)
     parallel, batch = experiment.parallel, experiment.batch
     data_parallel = world_size // size_of_replica(experiment)
     samples = batch.samples_per_step(data_parallel)
@@ -110,7 +122,7 @@ def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
         data_parallel_size=data_parallel,
         micro_batch_size=batch.micro_batch_size,
         global_batch_size=samples,
-        accumulation_steps=samples // (batch.micro_batch_size * data_parallel),
+        accumulation_steps=batch.accumulation_steps(data_parallel),
         tokens_per_step=samples * experiment.model.seq_length,
         ranks=tuple(_ranks(slots, data_parallel, parallel)),
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
@@ -122,7 +134,7 @@ def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
     )
 
 
-def _ranks(slots: Mapping[str, Sequence[int]], data_parallel: int, parallel: Parallel) -> Iterator[Rank]:
+def _ranks(slots: Slots, data_parallel: int, parallel: Parallel) -> Iterator[Rank]:
     """Numbers the ranks as DeepSpeed's ``PipeModelDataParallelTopology`` does, and megatron-core (tp-cp-ep-dp-pp).
 
     Tensor parallel ranks are neighbours, so they share a node if they fit. The stages of a pipeline are furthest

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from tridock.experiment import Experiment, resnet
 from tridock.experiment.model import Model
-from tridock.experiment.weights import layer_weights, mlp_weights, norm_vectors, position_rows
+from tridock.experiment.parameters import layer_weights, mlp_weights, norm_vectors, position_rows
 
 Device = Literal["cpu", "cuda"]
 FORMAT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -16,7 +16,7 @@ GPT2_TOKENS: Final = 50257
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LayoutShape:
     """Sizes of a layout on nodes with equally many slots."""
 
     data: int
@@ -170,8 +170,7 @@ def tokens_of(experiment: Experiment) -> int:
 
 
 def hidden_bytes(experiment: Experiment) -> int:
-    """Returns the bytes of a micro batch's hidden states on one context parallel rank: [seq_length / cp, micro batch,
-    hidden]."""
+    """Returns the bytes of one context parallel rank's hidden states: [seq_length / cp, micro batch, hidden]."""
     return tokens_of(experiment) * experiment.model.hidden_size * FORMAT_BYTES[experiment.precision]
 
 

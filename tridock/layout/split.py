@@ -24,11 +24,8 @@ def head_problems(experiment: Experiment, *, repeats_groups: bool = False) -> It
     if model.query_groups < model.num_attention_heads and not repeated:
         shared["num_query_groups"] = model.query_groups
     if uneven := [name for name, size in shared.items() if size % tensor]:
-        near, what = (
-            nearest_divisors(math.gcd(*shared.values()), tensor),
-            f"must divide {uneven[0]} {shared[uneven[0]]}",
-        )
-        yield Problem("parallel.tensor_model_parallel_size", what, str(tensor), f"use {either(near)}", near)
+        whole, named = math.gcd(*shared.values()), f"{uneven[0]} {shared[uneven[0]]}"
+        yield must_divide("parallel.tensor_model_parallel_size", tensor, whole, named)
 
 
 def empty_stage_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -40,8 +37,7 @@ def empty_stage_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def world_problems(experiment: Experiment, world_size: int, takes: Callable[[Experiment], bool]) -> Iterator[Problem]:
-    """Yields a world size that whole replicas do not fill. ``takes``: whether the engine supports the parallel
-    sizes."""
+    """Yields a world size that replicas do not fill. ``takes``: whether the engine supports the parallel sizes."""
     size = size_of_replica(experiment)
     if world_size % size == 0:
         return
@@ -71,7 +67,7 @@ def nearest_layouts(experiment: Experiment, world_size: int, takes: Callable[[Ex
     fitting = [
         layout
         for layout in product(sizes, sizes, divisors(wanted[2]))
-        if world_size % math.prod(layout) == 0 and takes(_with_sizes(experiment, *layout))
+        if world_size % math.prod(layout) == 0 and takes(_with_sizes(experiment, layout))
     ]
     fitting.sort(key=lambda layout: (_distance(layout, wanted), layout))
     return tuple(
@@ -79,13 +75,9 @@ def nearest_layouts(experiment: Experiment, world_size: int, takes: Callable[[Ex
     )
 
 
-def _with_sizes(experiment: Experiment, tensor: int, stages: int, context: int) -> Experiment:
-    sizes = {
-        "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": stages,
-        "context_parallel_size": context,
-    }
-    return experiment.model_copy(update={"parallel": experiment.parallel.model_copy(update=sizes)})
+def _with_sizes(experiment: Experiment, sizes: tuple[int, ...]) -> Experiment:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return experiment.with_fields(dict(zip((f"parallel.{name}" for name in names), sizes, strict=True)))
 
 
 def _distance(layout: tuple[int, ...], wanted: tuple[int, ...]) -> float:
@@ -101,7 +93,6 @@ def size_of_replica(experiment: Experiment) -> int:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Returns all divisors in ascending order, in O(sqrt(number))."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     large = [number // candidate for candidate in reversed(small)]
     return tuple(small if small[-1] != large[0] else small[:-1]) + tuple(large)
@@ -119,6 +110,13 @@ def nearest_divisors(number: int, wanted: int, multiple_of: int = 1) -> tuple[in
     """Returns the divisors of ``number`` next to ``wanted``; if possible, only multiples of ``multiple_of``."""
     found = divisors(number)
     return around([d for d in found if d % multiple_of == 0], wanted) or around(found, wanted)
+
+
+def must_divide(where: str, size: int, whole: int, named: str, more: str = "", multiple_of: int = 1) -> Problem:
+    """Returns the problem of a ``size`` that does not divide ``whole``, with the divisors next to it. ``named``: what
+    is divided. ``more``: other remedies."""
+    near = nearest_divisors(whole, size, multiple_of)
+    return Problem(where, f"must divide {named}", str(size), f"use {either(near)}{more}", near)
 
 
 def nearest_multiples(number: int, wanted: int) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tridock.experiment import Experiment
+from tridock.experiment.parameters import layer_weights, norm_vectors, position_rows
 from tridock.experiment.schema import Parallel
-from tridock.experiment.weights import layer_weights, norm_vectors, position_rows
-from tridock.layout.shape import Shape, hidden_bytes, layers_of_stage, recomputed_layers, tokens_of
+from tridock.layout.shape import LayoutShape, hidden_bytes, layers_of_stage, recomputed_layers, tokens_of
 
 Link = Literal["node", "network"]
 TensorOverlap = Literal["none", "weight gradients", "products"]
@@ -24,8 +24,6 @@ which the activations' are summed; or every product, in pieces (transformer-engi
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Communication of one group."""
-
     group: str
     size: int
     """Ranks of the group."""
@@ -80,7 +78,7 @@ class Sent:
     """Whether stages compute while they send, except while the pipeline fills."""
 
 
-def traffic_of_stage(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> list[Traffic]:
+def traffic_of_stage(experiment: Experiment, shape: LayoutShape, stage: int, sent: Sent) -> list[Traffic]:
     """Returns the traffic of every group that a rank of this stage shares with other ranks."""
     groups = (_tensor, _context, _pipeline, _data, _embedding, _expert, _expert_tensor, _expert_data)
     return [one for group in groups for one in group(experiment, shape, stage, sent)]
@@ -97,13 +95,12 @@ def all_gather(size: int, volume: float) -> float:
 
 
 def backward_pass(passes: int = 1) -> float:
-    """Returns the share of the computation that one of ``passes`` backward passes has: it costs twice a forward
-    pass."""
+    """Returns the share of the computation of one of ``passes`` backward passes: it costs twice a forward pass."""
     return 2 / 3 / passes
 
 
 def _placed(
-    group: str, size: int, stride: int, shape: Shape, volume: float, messages: int = 1, hideable: float = 0.0
+    group: str, size: int, stride: int, shape: LayoutShape, volume: float, messages: int = 1, hideable: float = 0.0
 ) -> Traffic:
     """Places a group of ranks that are ``stride`` apart."""
     inside = stride * size <= shape.slots and shape.slots % (stride * size) == 0
@@ -113,7 +110,7 @@ def _placed(
     return Traffic(group, size, link, sharing, round(volume), round(volume), messages, together, hideable)
 
 
-def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
+def _tensor(experiment: Experiment, shape: LayoutShape, stage: int, sent: Sent) -> Iterator[Traffic]:
     model, parallel = experiment.model, experiment.parallel
     size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if size == 1:
@@ -150,13 +147,14 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Ite
     # in fp32.
     whole = sum(weight.elements for weight in layer_weights(model) if not weight.is_split)
     norms = norm_vectors(model)
-    partial = whole if parallel.sequence_parallel else 2 * norms * model.head_size * model.qk_layernorm
+    of_heads = 0 if model.qk_layernorm_all_heads else sum(model.query_and_key_norms)
+    partial = whole if parallel.sequence_parallel else norms * of_heads
     last = norms * model.hidden_size if final and parallel.sequence_parallel else 0
     volume += all_reduce(size, 4 * (layers * partial + last))
     yield _placed("tensor", size, 1, shape, volume, messages, hideable)
 
 
-def _context(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
+def _context(experiment: Experiment, shape: LayoutShape, stage: int, _sent: Sent) -> Iterator[Traffic]:
     size, tensor = experiment.parallel.context_parallel_size, experiment.parallel.tensor_model_parallel_size
     if size == 1:
         return
@@ -171,7 +169,7 @@ def _context(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> I
     yield _placed("context", size, tensor, shape, volume, messages)
 
 
-def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
+def _pipeline(experiment: Experiment, shape: LayoutShape, stage: int, sent: Sent) -> Iterator[Traffic]:
     parallel = experiment.parallel
     size, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     if size == 1:
@@ -195,7 +193,7 @@ def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> I
     yield Traffic("pipeline", size, link, sharing, volume, waits, 2 * (steady + size - 1), size, hideable)
 
 
-def _data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iterator[Traffic]:
+def _data(experiment: Experiment, shape: LayoutShape, _stage: int, sent: Sent) -> Iterator[Traffic]:
     parallel = experiment.parallel
     size = shape.data * parallel.context_parallel_size
     if size == 1:
@@ -205,7 +203,7 @@ def _data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iter
     yield _placed("data", size, stride, shape, sent.gradient_bytes, sent.messages)
 
 
-def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
+def _embedding(experiment: Experiment, shape: LayoutShape, stage: int, sent: Sent) -> Iterator[Traffic]:
     """Yields the tied table's gradient: the first and the last stage each compute a part of it."""
     parallel = experiment.parallel
     stages = parallel.pipeline_model_parallel_size
@@ -218,7 +216,7 @@ def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> 
     yield replace(found, link="node", together=2, sharing=stride * stages // 2) if inside else found
 
 
-def _expert(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
+def _expert(experiment: Experiment, shape: LayoutShape, stage: int, _sent: Sent) -> Iterator[Traffic]:
     """Yields the all-to-all of tokens to their experts' ranks and back, if every expert takes equally many tokens."""
     parallel, size = experiment.parallel, experiment.parallel.expert_model_parallel_size
     if size == 1:
@@ -228,7 +226,7 @@ def _expert(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> It
     yield _placed("expert", size, parallel.expert_tensor_size, shape, volume, round(passes * 1.5))
 
 
-def _expert_tensor(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
+def _expert_tensor(experiment: Experiment, shape: LayoutShape, stage: int, _sent: Sent) -> Iterator[Traffic]:
     """Yields the tokens of all ranks that split an expert, gathered by each, and their results, scattered."""
     size = experiment.parallel.expert_tensor_size
     if size == 1 or experiment.model.num_moe_experts is None:
@@ -258,7 +256,7 @@ def expert_replicas(experiment: Experiment, replicas: int) -> int:
     return ranks // (parallel.expert_tensor_size * parallel.expert_model_parallel_size)
 
 
-def _expert_data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iterator[Traffic]:
+def _expert_data(experiment: Experiment, shape: LayoutShape, _stage: int, sent: Sent) -> Iterator[Traffic]:
     parallel = experiment.parallel
     if experiment.model.num_moe_experts is None or (size := expert_replicas(experiment, shape.data)) == 1:
         return
@@ -267,7 +265,7 @@ def _expert_data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) 
     yield _placed("expert data", size, stride, shape, sent.expert_gradient_bytes, sent.messages)
 
 
-def _stage_stride(parallel: Parallel, shape: Shape) -> int:
+def _stage_stride(parallel: Parallel, shape: LayoutShape) -> int:
     """Returns the rank offset from one stage of a pipeline to the next."""
     neighbours = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     return neighbours if parallel.use_tp_pp_dp_mapping else neighbours * shape.data

@@ -1,10 +1,8 @@
 """The launcher's and the ranks' logs on this node, whole or followed until the run ends.
 
-Two bytes that no log contains are control signals for a remote reader: BEAT is a keepalive, and END marks the end of
-the output.
+For a remote reader of the output, each NUL in it is doubled, BEAT is a keepalive, and END marks its end.
 """
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from typing import Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.lease import newest
+from tridock.contracts.rotated_logs import GrowingLog
 from tridock.contracts.run_state import exit_code_of, is_supervised
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError, RunError, TridockError
@@ -28,10 +27,10 @@ _START_S: Final = 120.0
 """Seconds in which a newly launched run must start on this node."""
 
 
-def follow_with_keepalive(folder: Path, offset: int = 0) -> int:
+def follow_with_keepalive(folder: Path, offset: int) -> int:
     """Like :func:`follow`, with BEAT and END for ``fab``; errors are part of the output."""
     try:
-        return follow(folder, offset, run_folder.BEAT_S)
+        return follow(folder, offset, marked=True)
     except TridockError as error:
         _write(f"{error}\n".encode())
         return error.exit_code
@@ -39,42 +38,38 @@ def follow_with_keepalive(folder: Path, offset: int = 0) -> int:
         _write(run_folder.END)
 
 
-def follow(folder: Path, offset: int = 0, keepalive_s: float = math.inf) -> int:
+def follow(folder: Path, offset: int = 0, *, marked: bool = False) -> int:
     """Prints ``launcher.log`` from byte ``offset`` until the run has ended; returns the run's exit code.
+
+    ``marked``: with BEAT, for :func:`follow_with_keepalive`.
 
     Raises :class:`RequestError` if there is no log, and :class:`RunError` if the run's supervisor is gone.
     """
     if not (folder / run_folder.LAUNCHER_LOG).is_file():
         raise RequestError(Problem(folder.name, "has no output here", str(folder), "see tridock status for the runs"))
-    with (folder / run_folder.LAUNCHER_LOG).open("rb") as log:
-        log.seek(offset)
-        last_output = last_alive = time.monotonic()
-        patience = _TAKEOVER_S if _may_be_taken_over(folder) else 0.0
-        while True:
-            # Checked before the log is read, so that output written before the end is included.
-            alive, code = is_supervised(folder), exit_code_of(folder)
-            while chunk := log.read(_CHUNK):
-                _write(chunk)
-                last_output = time.monotonic()
-            if time.monotonic() - last_output >= keepalive_s:
-                _write(run_folder.BEAT)
-                last_output = time.monotonic()
-            if code is not None:
-                return code
-            if alive:
-                last_alive = time.monotonic()
-            elif exit_code_of(folder) is None and time.monotonic() - last_alive >= patience:
-                todo = "its node was restarted or its supervisor killed; launch again, with train.load to continue"
-                raise RunError(
-                    Problem(folder.name, "was lost: nothing supervises it and no exit code was written", "", todo)
-                )
-            time.sleep(_POLL_S)
-
-
-def _may_be_taken_over(folder: Path) -> bool:
-    if not newest(folder):
-        return False
-    return Supervision.from_json((folder / run_folder.SUPERVISION).read_text()).may_be_taken_over
+    log = GrowingLog(folder / run_folder.LAUNCHER_LOG, offset)
+    last_output = last_alive = time.monotonic()
+    may_be_taken_over = newest(folder) and Supervision.read(folder).may_be_taken_over
+    patience = _TAKEOVER_S if may_be_taken_over else 0.0
+    while True:
+        # Checked before the log is read, so that output written before the end is included.
+        alive, code = is_supervised(folder), exit_code_of(folder)
+        while chunk := log.read(_CHUNK):
+            _write(chunk.replace(b"\0", b"\0\0") if marked else chunk)
+            last_output = time.monotonic()
+        if marked and time.monotonic() - last_output >= run_folder.BEAT_S:
+            _write(run_folder.BEAT)
+            last_output = time.monotonic()
+        if code is not None:
+            return code
+        if alive:
+            last_alive = time.monotonic()
+        elif exit_code_of(folder) is None and time.monotonic() - last_alive >= patience:
+            todo = "its node or its supervisor was ended; continue it with tridock resume, or launch again"
+            raise RunError(
+                Problem(folder.name, "was lost: nothing supervises it and no exit code was written", "", todo)
+            )
+        time.sleep(_POLL_S)
 
 
 def _write(chunk: bytes) -> None:
@@ -88,14 +83,16 @@ def show_rank_logs(folder: Path, ranks: Sequence[int], *, follow: bool, prefix: 
     ``prefix`` puts ``rank N: `` before each line. Raises :class:`RequestError` for logs that are missing.
     """
     tails = [_Tail(folder, rank, prefix) for rank in ranks]
-    missing = [tail for tail in tails if not tail.path.is_file()]
+    missing = [tail for tail in tails if not tail.log.path.is_file()]
     if missing and not follow:
         todo = "it may not have started, or on another node: see tridock status"
-        raise RequestError(Problem(f"rank {tail.rank}", "has no log here", str(tail.path), todo) for tail in missing)
+        raise RequestError(
+            Problem(f"rank {tail.rank}", "has no log here", str(tail.log.path), todo) for tail in missing
+        )
     run = _RunHere(folder)
     while True:
         # Checked before the logs are read, so that output written before the end is included.
-        ended = not follow or run.has_ended(any(tail.path.is_file() for tail in tails))
+        ended = not follow or run.has_ended(any(tail.log.path.is_file() for tail in tails))
         for tail in tails:
             tail.print_new(is_last=ended)
         sys.stdout.buffer.flush()
@@ -105,27 +102,27 @@ def show_rank_logs(folder: Path, ranks: Sequence[int], *, follow: bool, prefix: 
 
 
 class _Tail:
-    """One rank's log, and the offset up to which it has been printed."""
+    """One rank's log, and the line of it that is not printed yet."""
 
     def __init__(self, folder: Path, rank: int, prefix: bool) -> None:
-        self.rank, self.path = rank, folder / run_folder.rank_log(rank)
+        self.rank, self.log = rank, GrowingLog(folder / run_folder.rank_log(rank))
         self._prefix = f"rank {rank}: ".encode() if prefix else b""
-        self._offset = 0
+        self._line = b""
 
     def print_new(self, *, is_last: bool) -> None:
         """Prints new complete lines, as other ranks' lines come between; the last call prints an incomplete one too."""
-        try:
-            with self.path.open("rb") as log:
-                log.seek(self._offset)
-                new = log.read()
-        except FileNotFoundError:
-            return
-        if not is_last:
-            new = new[: new.rfind(b"\n") + 1]
-        self._offset += len(new)
-        for line in new.splitlines(keepends=True) if self._prefix else [new]:
+        while new := self.log.read(run_folder.LONGEST_LINE - len(self._line)):
+            text = self._line + new
+            whole = text.rfind(b"\n") + 1 or (len(text) if len(text) == run_folder.LONGEST_LINE else 0)
+            self._print(text[:whole])
+            self._line = text[whole:]
+        if is_last:
+            self._print(self._line)
+
+    def _print(self, text: bytes) -> None:
+        for line in text.splitlines(keepends=True) if self._prefix else [text]:
             sys.stdout.buffer.write(self._prefix + line)
-        if is_last and self._prefix and new and not new.endswith(b"\n"):
+        if self._prefix and text and not text.endswith(b"\n"):
             sys.stdout.buffer.write(b"\n")
 
 

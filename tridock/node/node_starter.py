@@ -1,5 +1,6 @@
 """Starts a script of a run on all of its nodes from the head, and waits for them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,10 +9,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
 from tridock.contracts.events import Cause, append_event
 from tridock.contracts.supervision import Supervision
-from tridock.node.supervisor.verdict import signal_name
+from tridock.errors import RunError
+from tridock.node.supervisor.verdict import LOGIN_REFUSED, login_refused, signal_name
 
 _OTHERS_S: Final = 3.0
 """Seconds after the first failure in which the other nodes report their own."""
@@ -26,7 +28,7 @@ def start_nodes(folder: Path, script: str) -> int:
     node. The supervisor ends the nodes that still run after a failure; a lost session is not a failure yet.
     Records the first failure of a run of your own program: its ranks may be known only to its own launcher.
     """
-    supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
+    supervision = Supervision.read(folder)
     last: dict[str, str] = {}
     nodes = tuple(supervision.ranks)
     ended: SimpleQueue[tuple[str, int]] = SimpleQueue()
@@ -45,7 +47,10 @@ def start_nodes(folder: Path, script: str) -> int:
         if returned:
             how = _how(returned)
             print(f"tridock: {script.format(node_rank=nodes.index(node))} {how} on {node}", file=sys.stderr, flush=True)
-            if script == run_folder.SETUP_SCRIPT:
+            if returned == _SSH_FAILED and LOGIN_REFUSED.search(last.get(node, "")):
+                _append(folder, node, Cause.LOGIN_REFUSED, login_refused(last[node]))
+                returned = RunError.exit_code
+            elif script == run_folder.SETUP_SCRIPT:
                 _record(folder, node, Cause.SETUP_FAILED, how, last)
             elif supervision.observed and code in (0, _SSH_FAILED) and returned != _SSH_FAILED:
                 _record(folder, node, Cause.PROGRAM_FAILED, how, last)
@@ -54,8 +59,9 @@ def start_nodes(folder: Path, script: str) -> int:
     return code
 
 
-def set_up(folder: Path, node: str, command: list[str]) -> int:
+def set_up(folder: Path, command: list[str]) -> int:
     """Runs a run's setup on this node, if a scheduler has started this on every node; returns its exit code."""
+    node = os.environ.get(environment.NODE, "")
     ended, last = SimpleQueue[tuple[str, int]](), dict[str, str]()
     _run(node, command, b"", ended, last)
     _, returned = ended.get()
@@ -71,6 +77,10 @@ def _how(returned: int) -> str:
 def _record(folder: Path, node: str, cause: Cause, how: str, last: dict[str, str]) -> None:
     what = "could not be set up: it" if cause is Cause.SETUP_FAILED else "failed: its program"
     reason = f"{what} {how}: {last[node]}" if node in last else f"{what} {how}"
+    _append(folder, node, cause, reason)
+
+
+def _append(folder: Path, node: str, cause: Cause, reason: str) -> None:
     append_event(folder, cause.event, node=node, cause=cause, reason=reason)
 
 

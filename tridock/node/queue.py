@@ -20,7 +20,7 @@ from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.node_answers import QueuedRun
 from tridock.contracts.records import read_object, read_plan, slots_of
 from tridock.contracts.run_state import LOCK, state_of
-from tridock.contracts.sinks import secrets_file
+from tridock.contracts.trackers import secrets_file
 from tridock.errors import Problem, RequestError
 
 Slots = dict[str, set[int]]
@@ -36,6 +36,7 @@ def enqueue(folder: Path) -> QueuedRun:
         ticket = {"run_id": folder.name, "since": time.time(), "node": os.environ.get(environment.NODE, "")}
         name = f"{last + 1:08d}-{folder.name}.json"
         run_folder.write_atomic(queue / name, json.dumps(ticket).encode())
+        (folder / run_folder.INCOMPLETE).unlink(missing_ok=True)
         _start_next(queue)
         return _described(queue, folder)
 
@@ -102,16 +103,16 @@ def _tickets(queue: Path) -> Iterator[tuple[Path, Path]]:
 
 def _start_next(queue: Path) -> None:
     here = os.environ.get(environment.NODE, "")
-    taken = _in_use(queue)
+    taken = [_slots_of(folder) for folder in _active(queue)]
     for path, folder in list(_tickets(queue)):
         slots = _slots_of(folder)
         # The folder may be shared: each node starts its own runs.
-        if not _shared(slots, taken) and read_object(path).get("node") == here:
+        if not any(_shared(slots, others) for others in taken) and read_object(path).get("node") == here:
             started = _start(folder)
             path.unlink()
             if not started:
                 continue
-        taken = {node: taken.get(node, set()) | slots.get(node, set()) for node in (*taken, *slots)}
+        taken.append(slots)
 
 
 def _start(folder: Path) -> bool:
@@ -134,7 +135,7 @@ def _start(folder: Path) -> bool:
 def _described(queue: Path, folder: Path) -> QueuedRun:
     """Describes a queued run with what it waits for: active runs and earlier queued ones."""
     waits: list[str] = []
-    slots, since, node = _slots_of(folder), 0.0, ""
+    slots, since, node = _slots_of(folder), time.time(), os.environ.get(environment.NODE, "")  # of one that has started
     for active in _active(queue):
         if active != folder and _shared(slots, _slots_of(active)):
             waits.append(active.name)
@@ -152,14 +153,6 @@ def _described(queue: Path, folder: Path) -> QueuedRun:
 def _active(queue: Path) -> Iterator[Path]:
     folders = (path for path in queue.parent.iterdir() if run_folder.is_run_id(path.name))
     yield from sorted(folder for folder in folders if state_of(folder).is_active)
-
-
-def _in_use(queue: Path) -> Slots:
-    found: Slots = {}
-    for folder in _active(queue):
-        for node, numbers in _slots_of(folder).items():
-            found.setdefault(node, set()).update(numbers)
-    return found
 
 
 def _slots_of(folder: Path) -> Slots:

@@ -41,17 +41,10 @@ def _not_started(program: str, why: str) -> None:
     # Imported here: the program's own Python may be an older one, which only runs the program.
     from tridock.contracts.events import Cause, append_event
 
-    cause, folder, rank = Cause.PROGRAM_NOT_STARTED, os.environ.get(environment.RUN_FOLDER), os.environ.get("RANK")
-    if folder is not None:
-        node = os.environ.get(environment.NODE, "")
-        append_event(
-            Path(folder),
-            cause.event,
-            rank=int(rank or 0),
-            node=node,
-            cause=cause,
-            reason=f"cannot start {program}: {why}",
-        )
+    cause, reason = Cause.PROGRAM_NOT_STARTED, f"cannot start {program}: {why}"
+    if folder := os.environ.get(environment.RUN_FOLDER):
+        rank, node = int(os.environ.get("RANK") or 0), os.environ.get(environment.NODE, "")
+        append_event(Path(folder), cause.event, rank=rank, node=node, cause=cause, reason=reason)
     print(f"{program}: cannot be started; got {why}; install it in the image", file=sys.stderr)
     sys.exit(127)
 

@@ -28,8 +28,7 @@ Failed = Callable[[int, int], object]
 
 def rank_environments(ranks: Sequence[int], node_rank: int, master_addr: str, master_port: int) -> list[dict[str, str]]:
     """Returns the variables of each rank of a node: those of DeepSpeed's launcher, torchrun's LOCAL_WORLD_SIZE, and
-    Lightning's NODE_RANK. ``ranks``: the number on each node.
-    """
+    Lightning's NODE_RANK. ``ranks``: the number on each node."""
     own = ranks[node_rank]
     node = {
         "MASTER_ADDR": master_addr,

@@ -1,4 +1,5 @@
-"""The verbs of ``python -m tridock.node``: each returns its answer, its exit code, or nothing.
+"""The verbs of ``python -m tridock.node`` that are no function elsewhere: each returns its answer, its exit code, or
+nothing.
 
 Each imports its own modules: every request to a node starts a new interpreter, which should start fast.
 """
@@ -13,13 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from tridock.contracts import environment, heartbeat, mesh_answers, node_answers, run_folder, run_state
+from tridock.contracts import trackers as contract
 from tridock.contracts.appends import printing_to_a_full_disk
 from tridock.contracts.codec import encode
 from tridock.contracts.devices import VISIBLE, rank_devices
 from tridock.contracts.events import Cause, append_event
-from tridock.contracts.sinks import Reachable, keep_secrets, remove_leftover_secrets
+from tridock.contracts.trackers import Reachable, remove_leftover_secrets
 from tridock.errors import ClusterError, Problem, RequestError, RunError
 from tridock.node.agent.processes import find_processes, stop_processes
+from tridock.node.program_output import run_program
 
 _RECORD_S = 8.0
 _POLL_S = 0.5
@@ -28,9 +31,7 @@ _POLL_S = 0.5
 def start(arguments: argparse.Namespace) -> None:
     from tridock.node.supervisor import process
 
-    remove_leftover_secrets()
-    if arguments.secrets:
-        keep_secrets(arguments.folder, json.load(sys.stdin))
+    _take_secrets(arguments)
     process.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
 
 
@@ -43,21 +44,22 @@ def withdraw(arguments: argparse.Namespace) -> node_answers.Withdrawal:
 def enqueue(arguments: argparse.Namespace) -> node_answers.QueuedRun:
     from tridock.node.queue import enqueue
 
-    remove_leftover_secrets()
-    if arguments.secrets:
-        keep_secrets(arguments.folder, json.load(sys.stdin))
+    _take_secrets(arguments)
     return enqueue(arguments.folder)
 
 
-def keep_secrets_of_a_successor(arguments: argparse.Namespace) -> None:
+def _take_secrets(arguments: argparse.Namespace) -> None:
+    remove_leftover_secrets()
+    if arguments.secrets:
+        contract.keep_secrets(arguments.folder, json.load(sys.stdin))
+
+
+def keep_secrets(arguments: argparse.Namespace) -> None:
     from tridock.contracts.lease import newest
-    from tridock.contracts.supervision import Supervision
 
     secrets, queue = json.load(sys.stdin), arguments.folder.parent / run_folder.QUEUE
-    text = run_folder.read_text(arguments.folder / run_folder.SUPERVISION)
-    is_replica = bool(text) and os.environ.get(environment.NODE, "") in Supervision.from_json(text).replicas
-    if is_replica or newest(arguments.folder) or any(queue.glob(f"*-{arguments.folder.name}.json")):
-        keep_secrets(arguments.folder, secrets)
+    if newest(arguments.folder) or any(queue.glob(f"*-{arguments.folder.name}.json")):
+        contract.keep_secrets(arguments.folder, secrets)
 
 
 def queue(arguments: argparse.Namespace) -> list[node_answers.QueuedRun]:
@@ -67,19 +69,7 @@ def queue(arguments: argparse.Namespace) -> list[node_answers.QueuedRun]:
     return queue_of(arguments.workspace)
 
 
-def cancel(arguments: argparse.Namespace) -> None:
-    from tridock.node.queue import cancel
-
-    cancel(arguments.folder)
-
-
-def start_next(arguments: argparse.Namespace) -> None:
-    from tridock.node.queue import start_next
-
-    start_next(arguments.workspace)
-
-
-def sinks(arguments: argparse.Namespace) -> Reachable:
+def trackers(arguments: argparse.Namespace) -> Reachable:
     from tridock.node.probes.services import reachable
 
     notify = json.load(sys.stdin) if arguments.notify else {}
@@ -122,25 +112,13 @@ def _record(cause: Cause, reason: str, **rank: int) -> None:
         append_event(Path(folder), cause.event, **rank, node=node, cause=cause, reason=reason)
 
 
-def start_nodes(arguments: argparse.Namespace) -> int:
-    from tridock.node.node_starter import start_nodes
-
-    return start_nodes(arguments.folder, arguments.script)
-
-
-def set_up(arguments: argparse.Namespace) -> int:
-    from tridock.node.node_starter import set_up
-
-    return set_up(arguments.folder, os.environ.get(environment.NODE, ""), arguments.command)
-
-
-def on_devices(arguments: argparse.Namespace) -> None:
+def on_devices(arguments: argparse.Namespace) -> int:
     if arguments.slots != "allocated":
         os.environ[VISIBLE] = arguments.slots
         os.environ |= rank_devices(os.environ)
-    program, *_ = command = arguments.command
+    program, *_ = arguments.command
     try:
-        os.execvp(program, command)  # noqa: S606 - the user's program
+        return run_program(arguments.command)
     except OSError as error:
         problem = Problem(program, "cannot be started", error.strerror or str(error), "install it in the image")
         _record(Cause.PROGRAM_NOT_STARTED, f"cannot start {program}: {problem.got}")
@@ -167,40 +145,17 @@ def follow(arguments: argparse.Namespace) -> int:
         return (follow_with_keepalive if arguments.keepalive else follow)(arguments.folder, arguments.offset)
 
 
-def run_update(arguments: argparse.Namespace) -> node_answers.RunUpdate:
-    from tridock.node.agent.run_update import run_update as update_of
-
-    return update_of(arguments.folder, arguments.offset, arguments.inode, arguments.events)
-
-
-def processes(arguments: argparse.Namespace) -> list[node_answers.Process]:
-    if arguments.run_id is not None:
-        _require_run_id(arguments.run_id)
-    return find_processes(arguments.run_id)
-
-
 def agent(arguments: argparse.Namespace) -> None:
-    from tridock.contracts.supervision import Supervision
-    from tridock.node.agent.node_agent import run_agent
+    from tridock.node.agent.node_agent import NodeAgent
 
-    supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
-    if supervision.voters:
-        from tridock.node.agent.voter import vote_of
-
-        if (newer := vote_of(arguments.folder, arguments.node)).token > arguments.token:
-            todo = "end this supervisor: it has lost the run"
-            raise RequestError(Problem(arguments.node, f"is supervised from {newer.node} now", newer.holder, todo))
-    ranks = supervision.ranks[arguments.node]
-    on_head = arguments.node == supervision.head
-    if run_agent(arguments.folder, arguments.node, ranks, on_head=on_head, observed=supervision.observed):
-        from tridock.node.supervisor.takeover import stand_in
+    if NodeAgent(arguments.folder, arguments.node).run():
+        from tridock.node.supervisor.process import stand_in
 
         stand_in(arguments.folder, arguments.node)
 
 
 def stop(arguments: argparse.Namespace) -> None:
-    _require_run_id(arguments.run_id)
-    folder = arguments.workspace / "runs" / arguments.run_id
+    folder = _run_folder(arguments.workspace, arguments.run_id)
     run_state.mark_stopped(folder)
     answer = stop_processes(arguments.run_id, arguments.grace)
     run_state.wait_for_end(folder, _RECORD_S)
@@ -210,26 +165,8 @@ def stop(arguments: argparse.Namespace) -> None:
         raise RunError(Problem(arguments.run_id, "has processes that did not end", str(answer.remaining), todo))
 
 
-def spare_status(arguments: argparse.Namespace) -> node_answers.SpareStatus:
-    from tridock.node.supervisor.failover import spare_status
-
-    return spare_status(arguments.folder, reserve=arguments.reserve)
-
-
-def vote(arguments: argparse.Namespace) -> None:
-    from tridock.node.agent.voter import answer_requests
-
-    answer_requests(arguments.folder, arguments.node)
-
-
-def replica_status(arguments: argparse.Namespace) -> node_answers.ReplicaStatus:
-    from tridock.node.agent.replica import status
-
-    return status(arguments.folder, arguments.token, arguments.checkpoint, sys.stdin.buffer.read())
-
-
 def receive_files(arguments: argparse.Namespace) -> None:
-    from tridock.node.agent.receive_files import receive_files
+    from tridock.node.agent.code import receive_files
 
     receive_files(arguments.folder, sys.stdin.buffer)
 
@@ -237,7 +174,7 @@ def receive_files(arguments: argparse.Namespace) -> None:
 def save(arguments: argparse.Namespace) -> node_answers.Signalled:
     from tridock.contracts.supervision import Supervision
 
-    if Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text()).observed:
+    if Supervision.read(arguments.folder).observed:
         # The supervisor signals all nodes. A scheduler's SIGTERM reaches all processes of a job, the ranks included.
         if arguments.signal == signal.SIGUSR1:
             (arguments.folder / run_folder.SIGNALLED).touch()
@@ -267,59 +204,34 @@ def _start_ticks(pid: int) -> int | None:
         return None
 
 
-def _require_run_id(text: str) -> None:
-    if not run_folder.is_run_id(text):
-        raise RequestError(Problem("run id", "has the wrong form", repr(text), "see tridock status for the runs"))
+def _run_folder(workspace: Path, run_id: str) -> Path:
+    if not run_folder.is_run_id(run_id):
+        raise RequestError(Problem("run id", "has the wrong form", repr(run_id), "see tridock status for the runs"))
+    return workspace / "runs" / run_id
 
 
 def runs(arguments: argparse.Namespace) -> list[node_answers.RunInfo]:
     from tridock.node.agent.runs import list_runs
 
     remove_leftover_secrets()
-    return list_runs(arguments.workspace)
+    return list_runs(arguments.workspace, sizes=arguments.sizes)
+
+
+def remove(arguments: argparse.Namespace) -> node_answers.Removal:
+    from tridock.node.supervisor import process
+
+    folders = [_run_folder(arguments.workspace, run_id) for run_id in arguments.run_ids]
+    return node_answers.Removal(tuple(it.name for it in folders if process.withdraw(it, ended=True)))
 
 
 def rank_logs(arguments: argparse.Namespace) -> int:
     from tridock.node.logs import show_rank_logs
 
-    _require_run_id(arguments.run_id)
-    folder = arguments.workspace / "runs" / arguments.run_id
+    folder = _run_folder(arguments.workspace, arguments.run_id)
     return show_rank_logs(folder, arguments.ranks, follow=arguments.follow, prefix=arguments.prefix)
-
-
-def evidence(arguments: argparse.Namespace) -> node_answers.Evidence:
-    from tridock.node.agent.evidence import evidence
-
-    return evidence(arguments.folder)
-
-
-def preflight(arguments: argparse.Namespace) -> node_answers.PreflightAnswer:
-    from tridock.node.probes.preflight import preflight
-
-    names = ("load", "weights", "tokenizers", "packages", "multicast", "nvme", "head", "port")
-    asked = {name: getattr(arguments, name) for name in names}
-    return preflight(arguments.files, arguments.read, **asked)
-
-
-def node_report(arguments: argparse.Namespace) -> node_answers.QuickReport:
-    from tridock.node.probes.node_report import node_report
-
-    return node_report(arguments.workspace, quick=arguments.quick, ssh_to=arguments.ssh_to)
 
 
 def mesh_probe(arguments: argparse.Namespace) -> dict[str, mesh_answers.MeshAnswer]:
     from tridock.node.probes.ssh_mesh_probe import probe_mesh
 
     return probe_mesh(dict(node.split("=", 1) for node in arguments.nodes), arguments.token)
-
-
-def mesh_respond(arguments: argparse.Namespace) -> int:
-    from tridock.node.probes.mesh_responder import respond
-
-    return respond(arguments.token, arguments.workspace)
-
-
-def host_key(_: argparse.Namespace) -> node_answers.HostKey:
-    from tridock.node.probes.node_report import host_key
-
-    return host_key()

@@ -2,31 +2,19 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tridock.contracts.calibration import SUFFIX, Calibration
 from tridock.contracts.codec import decode, encode
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
-from tridock.ops.rank_group import Ended, parse, reduce_command
+from tridock.ops.hosts.client import NodeClient
+from tridock.ops.rank_group import parse, reduce_command
 from tridock.ops.runs.this_machine import node_environment
+from tridock.remote import Completed
 from tridock.strict_yaml import MOST_BYTES
-
-if TYPE_CHECKING:
-    from tridock.ops.hosts.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """A command that has ended on this machine."""
-
-    exit_code: int
-    stdout: bytes = b""
-    stderr: bytes = b""
-
 
 LIMIT_S: Final = 120
 _MARGIN_S: Final = 10.0
@@ -41,27 +29,23 @@ def calibrate_here(ranks: int, port: int) -> Calibration:
     try:
         done = subprocess.run(argv, env=node_environment(ranks), capture_output=True, check=False, timeout=LIMIT_S + 10)
     except subprocess.TimeoutExpired:
-        return _calibration(_Local(1), "this machine")
-    return _calibration(_Local(done.returncode, done.stdout, done.stderr), "this machine")
+        return _calibration(Completed(1, b"", b""), "this machine")
+    return _calibration(Completed(done.returncode, done.stdout, done.stderr), "this machine")
 
 
-def calibrate_nodes(session: "Session", port: int) -> Calibration:
+def calibrate_nodes(client: NodeClient, port: int) -> Calibration:
     """Measures all slots of a cluster's nodes, which must be up. Raises :class:`ClusterError` if they fail."""
-    head, slots = session.head, {node: session.cluster.everywhere[node] for node in session.nodes}
-    argv = reduce_command(slots, session.cluster.address_of(head), port, LIMIT_S, _MODULE)
-    done = session.hosts[head].run(session.inside(head, *argv), timeout=LIMIT_S + _MARGIN_S)
-    return _calibration(done, ", ".join(session.nodes))
+    head, slots = client.head, {node: client.cluster.everywhere[node] for node in client.hosts}
+    argv = reduce_command(slots, client.cluster.node(head).address, port, LIMIT_S, _MODULE)
+    done = client.run_inside(head, *argv, timeout=LIMIT_S + _MARGIN_S)
+    return _calibration(done, ", ".join(client.hosts))
 
 
-def _calibration(done: Ended, where: str) -> Calibration:
+def _calibration(done: Completed, where: str) -> Calibration:
     found = parse(done, LIMIT_S)
     if found.result is None:
         raise ClusterError(Problem(where, "the calibration failed", found.error, _TODO))
-    return _decoded(found.result)
-
-
-def _decoded(document: Mapping[str, object]) -> Calibration:
-    return decode(Calibration, encode(document))
+    return decode(Calibration, encode(found.result))
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
@@ -76,12 +60,12 @@ def read_calibration(path: Path) -> Calibration:
         with path.open(encoding="utf-8") as file:
             return decode(Calibration, file.read(MOST_BYTES))
     except OSError as error:
-        raise RequestError(Problem(str(path), "cannot be read", error.strerror or str(error), todo)) from None
+        raise RequestError(Problem.of_error(path, "cannot be read", error, todo)) from None
     except (ValueError, RecursionError):
         raise RequestError(Problem(str(path), "is not a calibration", "", todo)) from None
 
 
-def beside(hostfile: Path) -> Path:
+def calibration_path(hostfile: Path) -> Path:
     """Returns the path of a cluster's calibration."""
     return hostfile.with_name(hostfile.name + SUFFIX)
 

@@ -5,11 +5,13 @@ import filecmp
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tridock.errors import Problem, RequestError
-from tridock.project_files import ROOT, recipe_files, starter_files
+from tridock.project_files import ROOT, files_of, recipe_files, recipes, starter_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,30 +27,28 @@ class ImageOptions:
     """More labels of the image."""
 
 
-def init(folder: Path, *, force: bool = False) -> list[Path]:
-    """Copies the starter files into ``folder`` and returns those that were not there.
+def init(folder: Path, recipe: str = "", *, force: bool = False) -> list[Path]:
+    """Copies the starter files, or those of a recipe, into ``folder`` and returns those that were not there.
 
     Raises :class:`RequestError` with every file that is there and differs, and then copies none; ``force`` replaces
     them.
     """
-    files = starter_files()
-    if not files:
+    if not starter_files():
         raise RequestError(_inside_the_image("tridock init"))
+    if recipe and recipe not in (known := recipes()):
+        raise RequestError(Problem("--recipe", "names none", recipe, f"choose one of {', '.join(known)}"))
+    files = files_of(recipes()[recipe]) if recipe else starter_files()
     new = [name for name, own in files.items() if not _same(own, folder / name)]
-    if problems := [
+    RequestError.raise_for(
         Problem(str(folder / name), "exists and differs", "", "move it away, or replace it with --force")
         for name in new
         if os.path.lexists(folder / name) and not force
-    ]:
-        raise RequestError(problems)
+    )
     for name in new:
-        try:
+        todo = "name a folder in which you may write"
+        with RequestError.in_place_of(OSError, folder / name, "cannot be written", todo):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(files[name], folder / name)
-        except OSError as error:
-            todo = "name a folder in which you may write"
-            got = error.strerror or str(error)
-            raise RequestError(Problem(str(folder / name), "cannot be written", got, todo)) from None
     return new
 
 
@@ -68,11 +68,20 @@ def build_image(options: ImageOptions, folder: Path) -> int:
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tridock" / "image"
     place.mkdir(parents=True, exist_ok=True)
     with (place.parent / "image.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(lock, "another command builds an image")
         # upstream/ and locks/wheels/ stay: what a build has fetched.
         for name, source in sources.items():
             _copy(source, place / name)
         return _run(place, arguments, labels)
+
+
+def wait_for_lock(lock: IO[str], what: str) -> None:
+    """Locks a file until it is closed; says ``what`` has it first, where another command does."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"{what}; waiting for it", file=sys.stderr)
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _run(root: Path, arguments: list[str], labels: str) -> int:

@@ -4,21 +4,12 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
+
+from tridock.remote import Completed
 
 _MODULE: Final = "tridock.train.allreduce"
 _TIME_IS_UP: Final = 142  # 128 + SIGALRM
-
-
-class Ended(Protocol):
-    """A command that has ended, here or on a host."""
-
-    @property
-    def exit_code(self) -> int: ...
-    @property
-    def stdout(self) -> bytes: ...
-    @property
-    def stderr(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +39,7 @@ def reduce_command(
     return ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-u", str(limit + 2), "-w", ",".join(slots), *program)
 
 
-def parse(done: Ended, limit: int) -> Reduced:
+def parse(done: Completed, limit: int) -> Reduced:
     """Reads the ranks' JSON lines, with pdsh's ``node: `` before them or without."""
     results, failures = [], []
     for line in done.stdout.decode(errors="replace").splitlines():

@@ -1,57 +1,91 @@
 """The verdict on an experiment and a cluster: every reason why it cannot run, or its plan, memory and cost."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, Self
 
-from tridock.engines import engine_of
+from tridock.contracts.codec import as_json
+from tridock.engines import NO_ESTIMATE, RankProgram, checkpoints_folder, cost_model_of, rank_program
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.gpus import Gpu
 from tridock.layout.groups import make_groups, warnings
-from tridock.layout.plan import Plan, lay_out
-from tridock.layout.shape import GPT2_TOKENS
+from tridock.layout.plan import Plan, Slots, lay_out, size_of_world, slots_per_node
+from tridock.layout.shape import GPT2_TOKENS, LayoutShape, Term
+from tridock.layout.split import size_of_replica
 from tridock.plan.assumptions import Assumptions
 from tridock.plan.cost import Cost, cost_of
-from tridock.plan.document import as_json
 from tridock.plan.goodput import Goodput, goodput_of
-from tridock.plan.host_memory import HostMemory, host_memory
 from tridock.plan.legality import layout_problems
-from tridock.plan.memory import GIB, StageMemory, memory_of_stages
+from tridock.plan.memory import GIB, HostMemory, StageMemory, host_memory, memory_of_stages
 
 Verdict = Literal["fits", "tight", "no-fit", "illegal"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assessment:
     """What the planner knows of a run before it starts."""
 
     experiment: Experiment
+    slots: Slots
     source: str
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
     assumptions: Assumptions
-    plan: Plan | None = None
+    problems: tuple[Problem, ...]
+    shape: LayoutShape | None = None
     """None if the experiment is illegal; the next two are then empty."""
     memory: tuple[StageMemory, ...] = ()
+    """Empty also if the engine has no cost model."""
     cost: Cost | None = None
-    goodput: Goodput | None = None
-    """None if the failure rate is not given, or the time of an iteration is unknown."""
-    warnings: tuple[str, ...] = ()
-    """What would make the run slow: groups that cross nodes although another layout avoids it."""
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The ranks and the batch; None if the experiment is illegal."""
+        return None if self.problems else lay_out(self.experiment, self.slots)
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What would make the run slow: groups that cross nodes although another layout avoids it."""
+        return tuple(warnings(self.laid_out)) if self.shape is not None and self.shape.nodes == 1 else ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is assumed, and what to give instead."""
+        return () if self.cost is None else tuple(_notes(self, self.cost))
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """None if the failure rate is not given, or the time of an iteration is unknown."""
+        failures, gpu = self.assumptions.failures, self.assumptions.gpu
+        if failures is None or self.shape is None or self.seconds is None:
+            return None
+        return goodput_of(self.experiment, self.shape, self.seconds, len(self.slots), failures, gpu)
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of an iteration; None if it is not estimated."""
+        return None if self.cost is None or self.cost.estimate is None else self.cost.estimate.iteration
+
+    @property
+    def data_parallel_size(self) -> int:
+        return size_of_world(self.slots) // size_of_replica(self.experiment)
 
     @property
     def verdict(self) -> Verdict:
-        """``fits`` if the GPU is unknown: nothing rules the run out."""
+        """``fits`` if the GPU or the memory is unknown: nothing rules the run out."""
         if self.problems:
             return "illegal"
         fits = [stage.fit for stage in self.memory]
         return "no-fit" if "no-fit" in fits else "tight" if "tight" in fits else "fits"
 
     @property
-    def worst(self) -> StageMemory:
-        """The stage that needs the most memory."""
-        return max(self.memory, key=lambda stage: stage.total_bytes)
+    def resolved(self) -> Self:
+        """Returns it with the values that depend on the cluster in its experiment, as a run's folder stores it."""
+        return replace(self, experiment=self.experiment.resolved(self.laid_out.data_parallel_size))
+
+    @property
+    def worst(self) -> StageMemory | None:
+        """The stage that needs the most memory; None if :attr:`memory` is empty."""
+        return max(self.memory, key=lambda stage: stage.total_bytes, default=None)
 
     @property
     def laid_out(self) -> Plan:
@@ -68,15 +102,26 @@ class Assessment:
         problems = [replace(problem, where=f"{self.source}: {problem.where}") for problem in self.problems]
         if not force:
             problems += [replace(problem, where=self.source) for problem in self._too_large()]
-        if problems:
-            raise RequestError(problems)
+        RequestError.raise_for(problems)
         return self.laid_out
+
+    @property
+    def reasons(self) -> tuple[Problem, ...]:
+        """Every reason against the run."""
+        return (*self.problems, *self._too_large())
+
+    def program(self, run_id: str, path: str, *, resume: bool = False) -> RankProgram:
+        """Returns the program of a rank of the run in ``path``, as :func:`rank_program` does."""
+        return rank_program(self.experiment, self.laid_out, run_id, path, resume=resume)
+
+    def checkpoints(self, path: str) -> str:
+        """Returns the folder of the checkpoints of the run in ``path``."""
+        return checkpoints_folder(self.experiment, path)
 
     def _too_large(self) -> Iterator[Problem]:
         """Yields the problem of a plan that does not fit."""
-        gpu = self.assumptions.gpu
-        if self.verdict == "no-fit" and gpu is not None:
-            worst = self.worst
+        gpu, worst = self.assumptions.gpu, self.worst
+        if self.verdict == "no-fit" and gpu is not None and worst is not None:
             todo = "see `tridock plan --search` for layouts that fit, or start it all the same with --force"
             has = f"{gpu.memory_mib / 1024:.1f} GiB"
             what = f"a rank of stage {worst.stage} needs more memory than the {has} of a {gpu.name}"
@@ -87,7 +132,7 @@ class Assessment:
         plan = {} if self.plan is None else self.plan.document()
         return {
             "verdict": self.verdict,
-            "problems": [problem.document for problem in (*self.problems, *self._too_large())],
+            "problems": [problem.document for problem in self.reasons],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             **plan,
@@ -95,14 +140,14 @@ class Assessment:
             "groups": {} if self.plan is None else _groups(self.plan),
             "memory": self._memory(),
             "host_memory": {node: asdict(it) for node, it in self.host_memory.items()},
-            "checkpoint_bytes": None if self.plan is None else self.checkpoint_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
             "cost": None if self.cost is None else self._cost(self.cost),
             **({} if self.goodput is None else {"goodput": self._goodput(self.goodput)}),
             **({} if self.assumptions.correction is None else {"from_run": self.assumptions.correction.document()}),
         }
 
     def to_json(self) -> str:
-        return as_json(self.document())
+        return as_json(self.document()) + "\n"
 
     @property
     def host_memory(self) -> dict[str, HostMemory]:
@@ -119,15 +164,7 @@ class Assessment:
                     "stage": stage.stage,
                     "layers": stage.layers,
                     "parameters": stage.parameters.total,
-                    "terms": [
-                        {
-                            "name": term.name,
-                            "bytes": term.bytes,
-                            "gib": round(term.bytes / GIB, 4),
-                            "source": term.source,
-                        }
-                        for term in stage.terms
-                    ],
+                    "terms": [_term(term) for term in stage.terms],
                     "startup_bytes": stage.startup_bytes,
                     "checkpoint_copy_bytes": stage.copied_bytes,
                     "offloaded_bytes": stage.offloaded_bytes,
@@ -135,6 +172,7 @@ class Assessment:
                     "total_bytes": stage.total_bytes,
                     "total_gib": round(stage.total_bytes / GIB, 4),
                     "least_gib": round(stage.least_bytes / GIB, 4),
+                    "most_gib": round(stage.most_bytes / GIB, 4),
                     "share": None if stage.share is None else round(stage.share, 4),
                     "verdict": stage.fit,
                 }
@@ -153,6 +191,8 @@ class Assessment:
                 "tokens_per_day": cost.estimate.tokens_per_second * 86400,
                 "tokens": tokens,
                 "days": cost.days(tokens),
+                "days_range": cost.estimate.times_of(cost.days(tokens) or 0.0),
+                "tokens_per_second_range": cost.estimate.speeds,
                 "gpu_hours": self.gpu_hours,
                 "cost": self.price,
                 "energy_kwh": self.energy_kwh,
@@ -170,9 +210,9 @@ class Assessment:
         }
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Returns the bytes of one checkpoint, all its files together."""
-        return engine_of(self.experiment).checkpoint_bytes(self.experiment)
+    def checkpoint_bytes(self) -> int | None:
+        """Returns the bytes of one checkpoint, all its files together; None if :attr:`memory` is empty."""
+        return cost_model_of(self.experiment).checkpoint_bytes(self.experiment) if self.memory else None
 
     @property
     def energy_kwh(self) -> float | None:
@@ -202,31 +242,27 @@ class Assessment:
 
 def assess(
     experiment: Experiment,
-    slots: Mapping[str, Sequence[int]],
+    slots: Slots,
     source: str,
     assumptions: Assumptions = Assumptions(),  # noqa: B008  frozen
 ) -> Assessment:
-    """Assesses the experiment on ``slots`` (node to slot numbers, in the hostfile's order). Contacts no host.
+    """Assesses the experiment on ``slots``. Contacts no host.
 
     ``source`` (the experiment's file) is the prefix of the messages of :meth:`Assessment.checked`.
     """
-    world_size = sum(len(numbers) for numbers in slots.values())
-    per_node = min((len(numbers) for numbers in slots.values()), default=0)
-    problems = [*layout_problems(experiment, world_size, per_node), *gpu_problems(experiment, assumptions.gpu)]
-    if problems:
-        return Assessment(experiment, source, tuple(problems), (), assumptions)
-    plan = lay_out(experiment, slots)
-    shape = assumptions.shape(plan.data_parallel_size, plan.accumulation_steps, per_node, world_size)
-    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
-    rates = assumptions.rates(experiment, shape)
-    states = max(stage.state_bytes for stage in memory)
-    cost = cost_of(experiment, shape, states, rates)
-    notes = tuple(_notes(experiment, assumptions, cost))
-    slow = tuple(warnings(plan)) if shape.nodes == 1 else ()
-    good = None
-    if assumptions.failures is not None and cost.estimate is not None:
-        good = goodput_of(experiment, shape, cost.estimate.iteration, len(slots), assumptions.failures, assumptions.gpu)
-    return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost, good, slow)
+    world_size, per_node = size_of_world(slots), slots_per_node(slots)
+    if problems := layout_problems(experiment, world_size, per_node, assumptions.gpu):
+        return Assessment(experiment, slots, source, assumptions, tuple(problems))
+    shape = assumptions.shape(experiment, world_size, per_node)
+    attention = assumptions.attention_of(experiment)
+    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, attention)
+    states = max((stage.state_bytes for stage in memory), default=0)
+    cost = cost_of(experiment, shape, states, assumptions.rates(experiment, shape))
+    return Assessment(experiment, slots, source, assumptions, (), shape, memory, cost)
+
+
+def _term(term: Term) -> dict[str, Any]:
+    return {"name": term.name, "bytes": term.bytes, "gib": round(term.bytes / GIB, 4), "source": term.source}
 
 
 def _groups(plan: Plan) -> dict[str, dict[str, int]]:
@@ -244,31 +280,21 @@ def _groups(plan: Plan) -> dict[str, dict[str, int]]:
     }
 
 
-def gpu_problems(experiment: Experiment, gpu: Gpu | None) -> list[Problem]:
-    """Returns the requested features that the GPU does not support."""
-    if gpu is None:
-        return []
-    problems = list(engine_of(experiment).gpu_problems(experiment, gpu))
-    if not gpu.bf16 and experiment.precision == "bf16":
-        what = f"a {gpu.name} has no bf16: its compute capability is below 8.0"
-        problems.append(Problem("precision", what, "bf16", "use fp16 or fp32", ("fp16", "fp32")))
-    return problems
-
-
-def _notes(experiment: Experiment, assumptions: Assumptions, cost: Cost) -> list[str]:
-    notes = []
+def _notes(assessment: Assessment, cost: Cost) -> Iterator[str]:
+    experiment, assumptions = assessment.experiment, assessment.assumptions
     if experiment.model.vocab_size is None:
-        notes.append(f"model.vocab_size is left to the data: GPT-2's {GPT2_TOKENS:,} tokens are assumed")
-    if assumptions.gpu is None:
-        notes.append(
-            "no GPU is named (--gpu, or gpu: beside the hostfile): memory is shown, but not compared with a limit"
-        )
+        yield f"model.vocab_size is left to the data: GPT-2's {GPT2_TOKENS:,} tokens are assumed"
+    if not assessment.memory:
+        yield f"engine {experiment.engine} {NO_ESTIMATE}"
+    elif assumptions.gpu is None:
+        yield "no GPU is named (--gpu, or gpu: beside the hostfile): memory is shown, but not compared with a limit"
+    elif assumptions.gpu.is_amd:
+        yield f"{assumptions.gpu.name} is only planned, from its data sheet: Tridock's image has CUDA, not ROCm"
     run, gpu = assumptions.correction, assumptions.gpu
     if run is not None and run.gpu != gpu:
         ran, now = ("unknown devices" if one is None else one.name for one in (run.gpu, gpu))
-        notes.append(f"{run.source} ran on {ran}: its factors are taken for {now} too")
+        yield f"{run.source} ran on {ran}: its factors are taken for {now} too"
     crossing = any(one.link == "network" for one in cost.traffic)
     if crossing and cost.estimate is not None and assumptions.network_gbit is None:
         text = f"the network's rate is {cost.rates.network_source}"
-        notes.append(f"{text} (--network-gbit, or network_gbit: beside the hostfile)")
-    return notes
+        yield f"{text} (--network-gbit, or network_gbit: beside the hostfile)"

@@ -3,13 +3,16 @@
 from dataclasses import dataclass, replace
 
 from tridock.contracts.calibration import Calibration
+from tridock.engines.other_programs import other_program_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout.activations import Attention
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
+from tridock.layout.split import size_of_replica
 from tridock.plan.correction import Correction
 from tridock.plan.goodput import Failures
 from tridock.plan.rates import Rates
+from tridock.plan.spread import RunClass, time_spreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,9 @@ class Assumptions:
     """Tokens to train on in all; the run's own number if omitted."""
     cost_per_gpu_hour: float | None = None
     """In the user's currency."""
-    attention: Attention = "fused"
-    """What computes it: older programs have slower kernels; unfused ones write the scores to memory."""
+    attention: Attention | None = None
+    """What computes it, if not the program's own kernel: older ones are slower; unfused ones write the scores to
+    memory."""
     overlaps: bool = True
     """False: the program does not overlap computation and communication."""
 
@@ -38,24 +42,30 @@ class Assumptions:
     """The correction by a run's measurements."""
     failures: Failures | None = None
 
-    def shape(self, data: int, accumulation: int, per_node: int, world_size: int) -> Shape:
-        """Returns the shape of a layout with so many replicas and micro batches on nodes of ``per_node`` slots, which
-        the GPU's NVLink may connect."""
+    def attention_of(self, experiment: Experiment) -> Attention:
+        return self.attention or other_program_of(experiment).attention
+
+    def shape(self, experiment: Experiment, world_size: int, per_node: int) -> LayoutShape:
+        """Returns the shape of a legal layout on nodes of ``per_node`` slots, which the GPU's NVLink may connect."""
+        data = max(1, world_size // size_of_replica(experiment))
         gpu, nodes = self.gpu, 1
         if gpu is not None and gpu.domain is not None:
             nodes = max(1, min(gpu.domain, world_size) // per_node)
         multicast = gpu is not None and gpu.has_multicast
-        return Shape(data, accumulation, nodes * per_node, multicast, nodes)
+        return LayoutShape(data, experiment.batch.accumulation_steps(data), nodes * per_node, multicast, nodes)
 
-    def rates(self, experiment: Experiment, shape: Shape) -> Rates:
-        """Returns the rates between nodes as the shape has them. Raises :class:`RequestError` if the calibration lacks
-        the precision."""
+    def rates(self, experiment: Experiment, shape: LayoutShape) -> Rates:
+        """Returns the rates between nodes. Raises :class:`RequestError` if the calibration lacks the precision."""
         precision, tflops = experiment.precision, self.tflops
         if self.correction is not None and self.correction.planned_s is None:
             tflops = 1.0
         gbit = None if self.network_gbit is None else self.network_gbit * shape.nodes
         rates = Rates.of(self.gpu, precision, tflops, gbit, experiment.train.tf32, slots=shape.slots)
-        rates = replace(rates, attention=self.attention, overlaps=self.overlaps)
+        program = other_program_of(experiment)
+        ranks, measured = shape.data * size_of_replica(experiment), self.calibration is not None
+        spread = time_spreads().get(RunClass.of(experiment, ranks, self.gpu, calibrated=measured))
+        attention, overlaps = self.attention_of(experiment), self.overlaps and program.overlaps
+        rates = replace(rates, attention=attention, overlaps=overlaps, spread=spread)
         if self.calibration is not None and tflops is None:
             rates = rates.measured(self.calibration, precision, self.calibration_source)
         return rates if self.correction is None else rates.corrected(self.correction)

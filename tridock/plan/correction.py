@@ -1,11 +1,11 @@
 """A run's measurements, and the factors by which they correct a plan."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
+from tridock.layout import Slots
 from tridock.layout.traffic import Link
 
 _GIB: Final = 2**30
@@ -18,8 +18,7 @@ class MeasuredRun:
     source: str
     """The run's folder."""
     experiment: Experiment
-    slots: Mapping[str, Sequence[int]]
-    """Node to slot numbers, in the order of the ranks."""
+    slots: Slots
     gpu: Gpu | None
     """None on CPUs, or if the GPU is unknown."""
     iterations: int

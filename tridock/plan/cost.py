@@ -10,18 +10,17 @@ computation counts only as far as the computation does not hide it.
 from dataclasses import dataclass
 from typing import Final
 
-from tridock.engines import engine_of
+from tridock.engines import ENGINES, CostModel, cost_model_of, rules_of
 from tridock.experiment import Experiment
-from tridock.experiment.flops import (
+from tridock.experiment.parameters import (
     causal_flops_per_token,
     model_flops_per_token,
+    model_parameters,
     recomputed_flops_per_token,
 )
-from tridock.experiment.weights import model_parameters
-from tridock.layout.compute_time import StageTime, stage_time, vision_seconds
-from tridock.layout.kernels import Device, pass_seconds
-from tridock.layout.shape import HostWork, Shape, layers_of_stage, recomputed_layers, unlike_stages
-from tridock.layout.traffic import Traffic
+from tridock.layout.kernels import pass_seconds
+from tridock.layout.shape import HostWork, LayoutShape, layers_of_stage, recomputed_layers, unlike_stages
+from tridock.layout.traffic import Sent, Traffic
 from tridock.plan.rates import Rates
 
 _DAY_S: Final = 86400.0
@@ -56,6 +55,10 @@ class Estimate:
     gradients: float
     optimizer: float
     offload: float
+    unexplained: float
+    """What published runs of this class typically take besides the other terms; negative if they take less."""
+    seconds_range: tuple[float, float] | None
+    """The seconds that nine of ten such runs lie between; None if none were published."""
     tokens_per_second: float
     mfu: float | None
     """Model FLOPs over the GPUs' peak."""
@@ -76,6 +79,7 @@ class Estimate:
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "offload": self.offload,
+            "unexplained": self.unexplained,
         }
 
     @property
@@ -86,6 +90,18 @@ class Estimate:
     @property
     def iteration(self) -> float:
         return sum(self.terms.values())
+
+    def times_of(self, value: float) -> tuple[float, float] | None:
+        """Returns the range of a time that is ``value`` with the estimated iteration."""
+        if self.seconds_range is None:
+            return None
+        return value * self.seconds_range[0] / self.iteration, value * self.seconds_range[1] / self.iteration
+
+    @property
+    def speeds(self) -> tuple[float, float] | None:
+        """Returns the range of tokens a second."""
+        tokens = self.tokens_per_second * self.iteration
+        return self.seconds_range and (tokens / self.seconds_range[1], tokens / self.seconds_range[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +127,25 @@ class Cost:
         return None if self.estimate is None else tokens / self.estimate.tokens_per_second / _DAY_S
 
 
-def cost_of(experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates) -> Cost:
-    """Returns the cost. ``state_bytes``: weights, gradients and optimizer states of the fullest rank."""
+def cost_of(experiment: Experiment, shape: LayoutShape, state_bytes: int, rates: Rates) -> Cost:
+    """Returns the cost. If the engine has no cost model, traffic and time are unknown.
+
+    ``state_bytes``: weights, gradients and optimizer states of the fullest rank.
+    """
     model, parallel = experiment.model, experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    rows, micro = engine_of(experiment).rows_of_vocabulary(experiment), experiment.batch.micro_batch_size
+    rows, micro = rules_of(experiment).rows_of_vocabulary(experiment), experiment.batch.micro_batch_size
     tokens = micro * shape.data * shape.accumulation * model.seq_length
     again = sum(recomputed_layers(experiment, layers_of_stage(experiment, stage)) for stage in range(stages))
     selective = model.recompute_granularity == "selective"
     model_flops = tokens * model_flops_per_token(model, rows)
     filling = (stages - 1) / virtual
-    exchanged = tuple(engine_of(experiment).traffic(experiment, shape))
+    exchanged: tuple[Traffic, ...] = ()
+    estimate = None
+    if ENGINES[experiment.engine].cost_model is not None:
+        cost_model = cost_model_of(experiment)
+        exchanged = tuple(cost_model.traffic(experiment, shape))
+        estimate = _estimate(cost_model, experiment, shape, exchanged, model_flops, tokens, state_bytes, rates)
     return Cost(
         parameters=model_parameters(model, rows),
         active=model_parameters(model, rows, active=True),
@@ -132,13 +156,14 @@ def cost_of(experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates
         bubble=filling / (shape.accumulation + filling),
         traffic=exchanged,
         rates=rates,
-        estimate=_estimate(experiment, shape, exchanged, model_flops, tokens, state_bytes, rates),
+        estimate=estimate,
     )
 
 
 def _estimate(
+    cost_model: CostModel,
     experiment: Experiment,
-    shape: Shape,
+    shape: LayoutShape,
     exchanged: tuple[Traffic, ...],
     model_flops: float,
     tokens: int,
@@ -150,12 +175,16 @@ def _estimate(
         return None
     parallel = experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    times = _stage_times(experiment, rates, rates.device)
+    times = {
+        kind: cost_model.stage_time(experiment, stage, shape, rates.device, rates.attention, rates.gpu)
+        for kind, stage in {_kind(experiment, stage): stage for stage in reversed(range(stages))}.items()
+    }
     slowest = max(times.values(), key=lambda time: time.total)
     everywhere = sum(times[_kind(experiment, stage)].total for stage in range(stages))
     steps = shape.accumulation
     seconds = {one.group: rates.seconds(one) for one in exchanged}
-    products = engine_of(experiment).sent(experiment, shape, 0).tensor_overlap == "products"
+    sent = cost_model.sent(experiment, shape, 0)
+    products = sent.tensor_overlap == "products"
     beside_tensor = slowest.products if products else slowest.column_gradients
     contention = 0.0
     for one in exchanged:
@@ -169,19 +198,21 @@ def _estimate(
     compute = steps * slowest.total
     bubble = (everywhere - slowest.total) / virtual + (stages - 1) / virtual * inside / steps
     # States count as read and written once. Gradients are only read, which compensates for the other passes.
-    weights = max(engine_of(experiment).parameters(experiment, stage).total for stage in unlike_stages(experiment))
+    weights = max(cost_model.parameters(experiment, stage).total for stage in unlike_stages(experiment))
     moved = 2 * state_bytes + _UPDATE_PASSES * 4 * min(weights, state_bytes / 12)
     optimizer = pass_seconds(rates.device, moved)
     summed = seconds.get("data", 0.0) + seconds.get("expert data", 0.0)
-    exposed = _exposed(experiment, shape, summed, compute) if rates.overlaps else summed
+    exposed = _exposed(experiment, sent, summed, compute) if rates.overlaps else summed
     contention += sum(
         (summed - exposed) * seconds[one.group] / summed * rates.occupied(one)
         for one in exchanged
         if one.group in ("data", "expert data") and summed
     )
     gradients = exposed + seconds.get("embedding", 0.0)
-    offload = _offloading(engine_of(experiment).host_work(experiment, shape), _BACKWARD * compute)
-    total = compute + contention + bubble + inside + seconds.get("pipeline", 0.0) + gradients + optimizer + offload
+    offload = _offloading(cost_model.host_work(experiment, shape), _BACKWARD * compute)
+    known = compute + contention + bubble + inside + seconds.get("pipeline", 0.0) + gradients + optimizer + offload
+    spread = rates.spread
+    total = known if spread is None else known * spread.typical
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages * shape.data
     mfu = None if rates.peak_tflops is None else model_flops / total / ranks / (rates.peak_tflops * 1e12)
     return Estimate(
@@ -197,6 +228,8 @@ def _estimate(
         gradients=gradients,
         optimizer=optimizer,
         offload=offload,
+        unexplained=total - known,
+        seconds_range=None if spread is None else (known * spread.low, known * spread.high),
         tokens_per_second=tokens / total,
         mfu=mfu,
     )
@@ -210,9 +243,8 @@ def _offloading(work: HostWork, backward: float) -> float:
     return max(0.0, gradients - backward) + weights + on_host
 
 
-def _exposed(experiment: Experiment, shape: Shape, seconds: float, compute: float) -> float:
+def _exposed(experiment: Experiment, sent: Sent, seconds: float, compute: float) -> float:
     """Returns the exposed time of the data parallel communication: at least the last layer's."""
-    sent = engine_of(experiment).sent(experiment, shape, 0)
     layers = max(layers_of_stage(experiment, stage) for stage in unlike_stages(experiment))
     return seconds - min(seconds * sent.overlapped * (1 - 1 / layers), compute * sent.computing)
 
@@ -221,30 +253,3 @@ def _kind(experiment: Experiment, stage: int) -> tuple[int, bool]:
     """Returns a key of stages that take equally long: the number of layers, and whether it has the output layer."""
     last = stage == experiment.parallel.pipeline_model_parallel_size - 1
     return layers_of_stage(experiment, stage), last
-
-
-def _stage_times(experiment: Experiment, rates: Rates, device: Device) -> dict[tuple[int, bool], StageTime]:
-    """Returns the time of one micro batch for each kind of stage."""
-    engine, stages = engine_of(experiment), experiment.parallel.pipeline_model_parallel_size
-    rows = engine.rows_of_vocabulary(experiment)
-    if experiment.model.is_vision:
-        flops = experiment.batch.micro_batch_size * model_flops_per_token(experiment.model, rows)
-        return {_kind(experiment, 0): StageTime(products=vision_seconds(device, flops))}
-    sizes = engine.sizes(experiment, "cuda")
-    found: dict[tuple[int, bool], StageTime] = {}
-    for stage in range(stages):
-        if (kind := _kind(experiment, stage)) not in found:
-            found[kind] = stage_time(
-                experiment,
-                stage,
-                device,
-                sizes,
-                engine.parameters(experiment, stage),
-                rows,
-                summed_bytes=engine.summed_bytes(experiment),
-                attention=rates.attention,
-                kernels=engine.kernels(experiment),
-                fuses_rotation=engine.fuses_rotation(experiment),
-                stepwise_norms=rates.gpu is not None and engine.stepwise_norms(experiment, rates.gpu),
-            )
-    return found

@@ -50,7 +50,7 @@ def effects() -> Mapping[str, Effect]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Field:
     """A field, or a section with fields, in one of the schemas."""
 
     schema: str
@@ -77,11 +77,11 @@ def explain(field_path: str) -> str:
     return "\n".join("\n".join(_lines(place, known)) + "\n" for place in found)
 
 
-def _places(schema: str, model: type[BaseModel], prefix: str) -> Iterator[_Place]:
+def _places(schema: str, model: type[BaseModel], prefix: str) -> Iterator[_Field]:
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         section, key = _section_of(field.annotation)
-        yield _Place(schema, path, field, section)
+        yield _Field(schema, path, field, section)
         if section is not None:
             yield from _places(schema, section, f"{path}{key}.")
 
@@ -102,7 +102,7 @@ def _matches(path: str, given: str) -> bool:
     )
 
 
-def _lines(place: _Place, known: list[_Place]) -> Iterator[str]:
+def _lines(place: _Field, known: list[_Field]) -> Iterator[str]:
     yield f"{place.path} ({place.schema})"
     yield from _wrapped("  ", _meaning(place))
     if place.section is not None:
@@ -125,7 +125,7 @@ def rules_of(path: str) -> tuple[str, ...]:
     return rules if len(names) == len(ENGINES) else (f"only with engine {either(names)}", *rules)
 
 
-def _meaning(place: _Place) -> str:
+def _meaning(place: _Field) -> str:
     own = place.field.description
     return own or ((place.section.__doc__ or "").splitlines()[0] if place.section is not None else "")
 

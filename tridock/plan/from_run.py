@@ -5,8 +5,9 @@ import math
 from dataclasses import replace
 from typing import Final
 
+from tridock.engines import cost_model_of
 from tridock.errors import Problem, RequestError
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.plan.assess import Assessment, assess
 from tridock.plan.assumptions import Assumptions
 from tridock.plan.correction import Correction, MeasuredRun
@@ -22,17 +23,18 @@ _HALVINGS: Final = 60
 def correction_of(run: MeasuredRun, assumptions: Assumptions) -> Correction:
     """Returns the correction. ``assumptions``: network, calibration and attention of the plan to correct.
 
-    Raises :class:`RequestError` if the run's experiment is illegal, or if its messages alone would take longer over a
-    network whose rate was given.
+    Raises :class:`RequestError` if the run's experiment is illegal, if its engine has no cost model, or if its messages
+    alone would take longer over a network whose rate was given.
     """
     assumptions = replace(assumptions, gpu=run.gpu, correction=None)
     planned = assess(run.experiment, run.slots, run.source, assumptions)
     planned.checked(force=True)
+    cost_model_of(run.experiment)
     assert planned.cost is not None
-    known = None if planned.cost.estimate is None else planned.cost.estimate.iteration
-    if known is None:
+    assert planned.shape is not None
+    if (known := planned.seconds) is None:
         assumptions = replace(assumptions, tflops=1.0)
-    rates = assumptions.rates(run.experiment, _shape(planned))
+    rates = assumptions.rates(run.experiment, planned.shape)
     used = dict.fromkeys(one.link for one in planned.cost.traffic)
     links = tuple(link for link in used if link == "node" or rates.network_source != GIVEN)
     correction = Correction(
@@ -46,12 +48,12 @@ def correction_of(run: MeasuredRun, assumptions: Assumptions) -> Correction:
         measured_bytes=run.peak_bytes,
         planned_bytes=max(tensor_bytes(stage.terms) for stage in planned.memory),
     )
-    return replace(correction, time=_factor(planned, rates, correction))
+    return replace(correction, time=_factor(planned, planned.shape, rates, correction))
 
 
-def _factor(planned: Assessment, rates: Rates, correction: Correction) -> float:
+def _factor(planned: Assessment, shape: LayoutShape, rates: Rates, correction: Correction) -> float:
     """Returns the factor that makes the estimate equal the measurement, by bisection: the time increases with it."""
-    shape, states = _shape(planned), max(stage.state_bytes for stage in planned.memory)
+    states = max(stage.state_bytes for stage in planned.memory)
 
     def seconds(factor: float) -> float:
         slower = rates.corrected(replace(correction, time=factor))
@@ -69,12 +71,3 @@ def _factor(planned: Assessment, rates: Rates, correction: Correction) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if seconds(math.exp(middle)) < correction.measured_s else (low, middle)
     return math.exp(high)
-
-
-def _shape(planned: Assessment) -> Shape:
-    plan, slots = planned.laid_out, planned.laid_out.ranks
-    counts: dict[str, int] = {}
-    for rank in slots:
-        counts[rank.node] = counts.get(rank.node, 0) + 1
-    per_node = min(counts.values())
-    return planned.assumptions.shape(plan.data_parallel_size, plan.accumulation_steps, per_node, plan.world_size)

@@ -7,14 +7,13 @@ complete also costs the time of its writing, and the next checkpoint has to wait
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from tridock.engines import engine_of
+from tridock.engines import cost_model_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 
 GB: Final = 1e9
 RESTART_S: Final = 51.0
@@ -67,12 +66,6 @@ class Goodput:
 
     def document(self) -> dict[str, Any]:
         """Returns the goodput for ``--json``."""
-
-        def shown(interval: Interval | None) -> Mapping[str, float] | None:
-            if interval is None:
-                return None
-            return {name: getattr(interval, name) for name in ("iterations", "seconds", "goodput")}
-
         return {
             "node_mtbf_hours": self.failures.node_mtbf_hours,
             "mtbf_hours": self.mtbf_hours,
@@ -80,17 +73,17 @@ class Goodput:
             "checkpoint_seconds": self.writing,
             "pause_seconds": self.pause,
             "restart_seconds": self.failures.restart_s,
-            "save_interval": shown(self.own),
-            "best_save_interval": shown(self.best),
+            "save_interval": None if self.own is None else asdict(self.own),
+            "best_save_interval": asdict(self.best),
         }
 
 
 def goodput_of(
-    experiment: Experiment, shape: Shape, step: float, nodes: int, failures: Failures, gpu: Gpu | None = None
+    experiment: Experiment, shape: LayoutShape, step: float, nodes: int, failures: Failures, gpu: Gpu | None = None
 ) -> Goodput:
     """Returns the goodput of a run on a number of nodes. ``step``: seconds of one iteration."""
     train, mtbf = experiment.train, failures.node_mtbf_hours * 3600 / nodes
-    writing = engine_of(experiment).checkpoint_bytes(experiment) / (failures.checkpoint_gb_s * GB)
+    writing = cost_model_of(experiment).checkpoint_bytes(experiment) / (failures.checkpoint_gb_s * GB)
     copying = PCIE_3_GB_S if gpu is None else gpu.kernels.host_gb_s
     pause = min(writing, _copied_bytes(experiment, shape) / (copying * GB)) if train.async_save else writing
     lost = failures.restart_s + writing + (writing - pause)
@@ -105,12 +98,12 @@ def goodput_of(
     return Goodput(failures, mtbf / 3600, writing, pause, lost, own, interval(best))
 
 
-def _copied_bytes(experiment: Experiment, shape: Shape) -> int:
+def _copied_bytes(experiment: Experiment, shape: LayoutShape) -> int:
     """Returns the bytes of the rank that copies the most to its host."""
-    engine = engine_of(experiment)
+    model = cost_model_of(experiment)
     stages = range(experiment.parallel.pipeline_model_parallel_size)
-    weights = [engine.parameters(experiment, stage) for stage in stages]
-    return max(engine.copied_bytes(experiment, it, engine.states(experiment, it, shape, "cuda")) for it in weights)
+    weights = [model.parameters(experiment, stage) for stage in stages]
+    return max(model.copied_bytes(experiment, it, model.states(experiment, it, shape, "cuda")) for it in weights)
 
 
 def best_interval(pause: float, mtbf: float) -> float:
@@ -123,8 +116,7 @@ def best_interval(pause: float, mtbf: float) -> float:
 
 
 def goodput(interval: float, pause: float, lost: float, mtbf: float) -> float:
-    """Returns computation over total time: Daly's equation 20. ``lost``: for each failure, which another may
-    interrupt."""
+    """Returns computation over total time: Daly's equation 20. ``lost``: for a failure, which another may interrupt."""
     if max(lost, interval + pause) > 700 * mtbf:  # the exponential would overflow
         return 0.0
     return interval / (mtbf * math.exp(lost / mtbf) * math.expm1((interval + pause) / mtbf))

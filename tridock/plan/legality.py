@@ -1,34 +1,50 @@
 """All reasons why an experiment cannot run on a number of ranks, each with the nearest legal value."""
 
 from collections.abc import Iterator
+from typing import Final
 
 from tridock.contracts.devices import VISIBLE
-from tridock.engines import as_yaml, engine_of, field_problems
+from tridock.engines import field_problems, rules_of
 from tridock.engines.deepspeed_options import json_problems
+from tridock.engines.fields import as_yaml
+from tridock.engines.other_programs import other_program_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.model import Model
-from tridock.layout.split import either, nearest_divisors, size_of_replica, world_problems
+from tridock.gpus import Gpu
+from tridock.layout.split import must_divide, size_of_replica, world_problems
 
 
-def layout_problems(experiment: Experiment, world_size: int, slots: int | None = None) -> list[Problem]:
-    """Returns every problem of the experiment on ``world_size`` ranks, ``slots`` on each node; ``where`` is the field's
-    path."""
-    engine = engine_of(experiment)
+def layout_problems(
+    experiment: Experiment, world_size: int, slots: int | None = None, gpu: Gpu | None = None
+) -> list[Problem]:
+    """Returns every problem on ``world_size`` ranks, ``slots`` on each node; ``where`` is the field's path."""
+    rules = rules_of(experiment)
     replicas, rest = divmod(world_size, size_of_replica(experiment))
     return [
         *(_image_problems(experiment) if experiment.model.is_vision else ()),
         *field_problems(experiment),
-        *engine.problems(experiment),
+        *other_program_problems(experiment),
+        *rules.problems(experiment),
         *_model_problems(experiment),
-        *world_problems(experiment, world_size, engine.takes_sizes),
-        *(() if rest else engine.batch_problems(experiment, replicas)),
-        *(() if slots is None else engine.node_problems(experiment, slots)),
+        *world_problems(experiment, world_size, rules.takes_sizes),
+        *(() if rest else rules.batch_problems(experiment, replicas)),
+        *(() if slots is None else rules.node_problems(experiment, slots)),
         *json_problems(experiment, 0 if rest else replicas),
         *_schedule_problems(experiment),
         *_saving_problems(experiment),
+        *_evaluation_problems(experiment),
         *_device_problems(experiment),
+        *(() if gpu is None else gpu_problems(experiment, gpu)),
     ]
+
+
+def gpu_problems(experiment: Experiment, gpu: Gpu) -> Iterator[Problem]:
+    """Yields the requested features that the GPU does not support."""
+    yield from rules_of(experiment).gpu_problems(experiment, gpu)
+    if not gpu.bf16 and experiment.precision == "bf16":
+        what = f"a {gpu.name} has no bf16: its compute capability is below 8.0"
+        yield Problem("precision", what, "bf16", "use fp16 or fp32", ("fp16", "fp32"))
 
 
 def _saving_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -37,6 +53,18 @@ def _saving_problems(experiment: Experiment) -> Iterator[Problem]:
     if train.checkpoint_folder is not None and not train.save:
         todo = "set train.save to true, or leave it out"
         yield Problem("train.checkpoint_folder", "nothing is saved", train.checkpoint_folder, todo, ("null",))
+
+
+def _evaluation_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Yields a share of 0 for the validation that the run asks for."""
+    interval, data = experiment.train.eval_interval, experiment.data
+    split = data.split
+    if interval and not data.is_divided and not data.sets(1):
+        todo = "name some, or set train.eval_interval to 0"
+        yield Problem("data.valid_data_path", f"there is no data for validation every {interval} iterations", "", todo)
+    elif interval and data.is_divided and not float(split.split(",")[1]):
+        todo = "give validation a share, or set train.eval_interval to 0"
+        yield Problem("data.split", f"leaves no data for validation every {interval} iterations", split, todo)
 
 
 def _device_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -51,44 +79,50 @@ def _device_problems(experiment: Experiment) -> Iterator[Problem]:
 def _image_problems(experiment: Experiment) -> Iterator[Problem]:
     """Yields the problems of preset resnet50."""
     parallel = experiment.parallel
-    if not engine_of(experiment).trains_images:
+    if not rules_of(experiment).trains_images:
         what, todo = f"engine {experiment.engine} has no model of images", "use engine torch"
         yield Problem("model.preset", what, "resnet50", todo)
+    if not isinstance(experiment.data.data_path, str):
+        got = ", ".join(experiment.data.prefixes)
+        yield Problem("data.data_path", "preset resnet50 reads one data set", got, "name one data set")
     if parallel.strategy == "zero":
         what, todo = "preset resnet50 goes with ddp and fsdp", "use one of them"
         yield Problem("parallel.strategy", what, "zero", todo, ("ddp", "fsdp"))
     for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         if (size := getattr(parallel, field)) != 1:
             yield Problem(f"parallel.{field}", "preset resnet50 is not split", str(size), "set it to 1", (1,))
-    if experiment.model.checkpoint_activations:
-        what, todo = "preset resnet50 keeps its activations", "leave it out"
-        yield Problem("model.checkpoint_activations", what, "true", todo, ("false",))
-    if experiment.train.sample_prompts:
-        what, todo = "preset resnet50 writes no text", "leave it out"
-        yield Problem("train.sample_prompts", what, as_yaml(experiment.train.sample_prompts), todo, ("[]",))
-    if experiment.train.compile:
-        what, todo = "preset resnet50 is not compiled", "leave it out"
-        yield Problem("train.compile", what, "true", todo, ("false",))
+    for where, value, what in (
+        ("model.checkpoint_activations", experiment.model.checkpoint_activations, "keeps its activations"),
+        ("train.sample_prompts", experiment.train.sample_prompts, "writes no text"),
+        ("train.compile", experiment.train.compile, "is not compiled"),
+    ):
+        if value:
+            nearest = as_yaml(type(value)())
+            yield Problem(where, f"preset resnet50 {what}", as_yaml(value), "leave it out", (nearest,))
 
 
 def _model_problems(experiment: Experiment) -> Iterator[Problem]:
     model = experiment.model
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        tensor = experiment.parallel.tensor_model_parallel_size
-        near = nearest_divisors(model.hidden_size, model.num_attention_heads, multiple_of=tensor)
-        what, got = f"must divide hidden_size {model.hidden_size}", str(model.num_attention_heads)
-        todo = f"use {either(near)}, or set model.kv_channels"
-        yield Problem("model.num_attention_heads", what, got, todo, near)
-    heads, groups = model.num_attention_heads, model.query_groups
+    width, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
+    tensor = experiment.parallel.tensor_model_parallel_size
+    if model.kv_channels is None and width % heads:
+        where, more = "model.num_attention_heads", ", or set model.kv_channels"
+        yield must_divide(where, heads, width, f"hidden_size {width}", more, tensor)
     if heads % groups:
-        near = nearest_divisors(heads, groups, multiple_of=experiment.parallel.tensor_model_parallel_size)
-        what, todo = f"must divide num_attention_heads {heads}", f"use {either(near)}"
-        yield Problem("model.num_query_groups", what, str(groups), todo, near)
+        named = f"num_attention_heads {heads}"
+        yield must_divide("model.num_query_groups", groups, heads, named, multiple_of=tensor)
     length, positions = model.seq_length, model.max_position_embeddings
     if positions is not None and positions < length:
         what, todo = f"must be at least seq_length {length}", f"raise it to {length}, or leave it out"
         yield Problem("model.max_position_embeddings", what, str(positions), todo, (length,))
+    if model.qk_layernorm_all_heads and not model.qk_layernorm:
+        yield Problem(
+            "model.qk_layernorm_all_heads", "needs qk_layernorm", "true", "set it, or leave this out", ("false",)
+        )
     yield from _rotary_problems(model)
+
+
+_OF_SCALING: Final = ("rope_scaling_type", "rope_scaling_factor", "original_max_position_embeddings")
 
 
 def _rotary_problems(model: Model) -> Iterator[Problem]:
@@ -97,10 +131,14 @@ def _rotary_problems(model: Model) -> Iterator[Problem]:
         if model.rotary_size % 2 or not model.rotary_size:
             what = f"must rotate an even number of the {model.head_size} elements of a head"
             yield Problem("model.rotary_percent", what, str(model.rotary_percent), "use 0.5 or 1, or other heads")
-        scaling = () if model.use_rope_scaling else ("rope_scaling_factor",)
-        unused = dict.fromkeys(scaling, "needs use_rope_scaling")
+        if model.rotary_factor != 1 and model.rotary_percent < 1:
+            what = "rope_scaling_type yarn scales whole heads"
+            yield Problem("model.rotary_percent", what, str(model.rotary_percent), "leave it out", ("1.0",))
+        unused = {} if model.use_rope_scaling else dict.fromkeys(_OF_SCALING, "needs use_rope_scaling")
+        if model.use_rope_scaling and model.rope_scaling_type == "linear":
+            unused = {"original_max_position_embeddings": "rope_scaling_type linear scales all periods"}
     else:
-        names = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
+        names = ("rotary_base", "rotary_percent", "no_rope_freq", "use_rope_scaling", *_OF_SCALING)
         unused = dict.fromkeys(names, "needs position_embedding_type rope")
     for name, what in unused.items():
         default, value = type(model).model_fields[name].default, getattr(model, name)

@@ -10,42 +10,26 @@ for each communicator, and blocks that torch's allocator cannot reuse because a 
 sizes. The plan is therefore an interval. A run does not fit if even the lower end exceeds the GPU's memory. It is
 tight if the upper end exceeds 80 % of it.
 
-Bytes a weight of the states, in fp16 and bf16 (e: the format's 2; in fp32 4, without a master copy unless noted);
-r: replicas that a state is partitioned over:
-
-========================================  =========  ==============  ====================================
-engine and strategy                       weights    gradients       optimizer: master weights, two moments
-========================================  =========  ==============  ====================================
-megatron-core                             e          4               4 + 8, over r if distributed
-torch, ddp                                4          4               8
-torch, fsdp; split by tensor or stage     4 / r      4 / r, in a     8 / r, with r 1 without fsdp
-                                                     step
-DeepSpeed, ZeRO 0                         e          e, in a step    4 + 8
-DeepSpeed, ZeRO 1                         e          e, in a step    (4 + 8) / r, the master in fp32 too
-DeepSpeed, ZeRO 2                         e          e / r           (4 + 8) / r, the master in fp32 too
-DeepSpeed, ZeRO 3                         e / r      e / r           (4 + 8) / r, the master in fp32 too
-Megatron v1.1.5, ddp                      e          e + 4, fp32: 4  4 + 8
-========================================  =========  ==============  ====================================
-
-Taken from the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
-through a bucket of 5e8 elements, which is allocated whole. ZeRO 3 holds 1e9 gathered weights and up to a tensor more,
-and does not partition tensors of fewer than 1e5 elements. FSDP2 accumulates the gradients of several micro-batches
-unsharded, in fp32, before it scatters them (:mod:`~tridock.engines.torch.fsdp`).
+Bytes of each state, by engine and strategy, are in docs/planner.md, taken from the engines' sources and counted on CPU
+ranks.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from tridock.engines import engine_of
+from tridock.engines import ENGINES, CostModel, cost_model_of
+from tridock.errors import count
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
+from tridock.layout import Plan
 from tridock.layout.activations import AFTER_FORWARD, Attention
 from tridock.layout.shape import (
     OVERLAP,
     Device,
+    LayoutShape,
     Parameters,
-    Shape,
     States,
     Term,
     layers_of_stage,
@@ -53,6 +37,7 @@ from tridock.layout.shape import (
     total_bytes,
 )
 from tridock.plan.correction import Correction
+from tridock.plan.spread import memory_spread
 
 Fit = Literal["fits", "tight", "no-fit"]
 TIGHT: Final = 0.8
@@ -89,6 +74,8 @@ class StageMemory:
     nvme_bytes: int
     """Weights, optimizer states and gradients on NVMe."""
     limit_bytes: int | None
+    spread: float
+    """Upper end of measured memory over :attr:`total_bytes`, of published runs."""
 
     @property
     def total_bytes(self) -> int:
@@ -98,6 +85,12 @@ class StageMemory:
     def least_bytes(self) -> int:
         """Returns the interval's lower end: the least overhead, and no memory that the allocator merely caches."""
         return least_bytes(self.terms)
+
+    @property
+    def most_bytes(self) -> int:
+        """Returns what nine of ten published runs of any program stay below, at most the GPU's memory."""
+        most = round(self.spread * self.total_bytes)
+        return most if self.limit_bytes is None else max(self.total_bytes, min(most, self.limit_bytes))
 
     @property
     def share(self) -> float | None:
@@ -120,34 +113,32 @@ def tensor_bytes(terms: Iterable[Term]) -> int:
 def memory_of_stage(
     experiment: Experiment,
     stage: int,
-    shape: Shape,
+    shape: LayoutShape,
     gpu: Gpu | None,
     correction: Correction | None = None,
     groups: int | None = None,
     attention: Attention = "fused",
 ) -> StageMemory:
     """Returns all terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no GPU overhead.
+    Raises :class:`RequestError` if the engine has no cost model.
 
     ``groups``: the communicators of a rank, if known. A run's ``correction`` is a separate term, negative if the run
     took less memory than its plan.
     """
     device: Device = "cpu" if gpu is None else "cuda"
-    stepwise = gpu is not None and engine_of(experiment).stepwise_norms(experiment, gpu)
+    model = cost_model_of(experiment)
     train = experiment.train
     copies = train.save and train.async_save and train.save_interval > 0
-    weights = engine_of(experiment).parameters(experiment, stage)
-    states = engine_of(experiment).states(experiment, weights, shape, device)
-    terms = [
-        *_persistent(states, weights.total),
-        *_temporary(experiment, stage, shape, states, device, attention, stepwise),
-    ]
+    weights = model.parameters(experiment, stage)
+    states = model.states(experiment, weights, shape, device)
+    terms = [*_persistent(states, weights.total), *_temporary(model, experiment, stage, shape, states, gpu, attention)]
     excess = max(0, states.startup - total_bytes(terms))
     terms.append(Term("start-up", excess, "weights that are there twice before the first step"))
     if correction is not None and gpu is not None:
         source = f"{correction.source} allocated {correction.memory:.3g} times what its plan has"
         terms.append(Term("measured by a run", round((correction.memory - 1) * total_bytes(terms)), source))
     if gpu is not None:
-        terms += engine_of(experiment).gpu_terms(experiment, shape)
+        terms += model.gpu_terms(experiment, shape)
         count = communicators(experiment, shape) if groups is None else groups
         terms += overhead_terms(count, terms, gpu.memory_bytes, exchanging_ranks(experiment, shape))
     return StageMemory(
@@ -157,11 +148,12 @@ def memory_of_stage(
         terms=tuple(term for term in terms if term.bytes),
         state_bytes=states.persistent + states.step_gradients,
         startup_bytes=states.startup,
-        copied_bytes=engine_of(experiment).copied_bytes(experiment, weights, states) if copies else 0,
+        copied_bytes=model.copied_bytes(experiment, weights, states) if copies else 0,
         offloaded_bytes=states.offloaded + states.host_buffers,
         locked_bytes=states.locked,
         nvme_bytes=states.swapped + states.swap_buffers,
         limit_bytes=None if gpu is None else gpu.memory_bytes,
+        spread=1.0 if correction is not None else memory_spread(described=experiment.program is not None).high,
     )
 
 
@@ -176,18 +168,17 @@ def _persistent(states: States, count: int) -> Iterator[Term]:
 
 
 def _temporary(
+    model: CostModel,
     experiment: Experiment,
     stage: int,
-    shape: Shape,
+    shape: LayoutShape,
     states: States,
-    device: Device,
+    gpu: Gpu | None,
     attention: Attention,
-    stepwise_norms: bool,
 ) -> Iterator[Term]:
     """Yields the temporary memory of a step: of its backward passes or, if larger, of the optimizer step."""
-    terms = engine_of(experiment).activation_terms(
-        experiment, stage, shape.accumulation, device, attention, stepwise_norms=stepwise_norms
-    )
+    device: Device = "cpu" if gpu is None else "cuda"
+    terms = model.activation_terms(experiment, stage, shape.accumulation, gpu, attention)
     yield from terms
     yield Term("gathered weights", states.gathered, "ZeRO 3: 1e9 and a tensor; FSDP2: embeddings and last norm")
     later = sum(term.bytes for term in terms if term.name in AFTER_FORWARD)
@@ -195,8 +186,7 @@ def _temporary(
     yield Term("prefetched weights", beside, "ZeRO 3: stage3_prefetch_bucket_size and a tensor, in the forward pass")
     yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")
     backward = total_bytes(terms) + states.gathered + beside + states.bucket
-    engine, activations = engine_of(experiment), total_bytes(terms)
-    accumulated = engine.accumulated_gradients(experiment, stage, shape, states, device, activations)
+    accumulated = model.accumulated_gradients(experiment, stage, shape, states, device, total_bytes(terms))
     yield Term("gradients of a step", accumulated, "from the first backward pass to the optimizer's step")
     excess = max(0, states.step_gradients - accumulated + states.workspace - backward)
     yield Term("optimizer's step", excess, "its gradients and workspace, beyond the room of the above")
@@ -204,11 +194,14 @@ def _temporary(
 
 def memory_of_stages(
     experiment: Experiment,
-    shape: Shape,
+    shape: LayoutShape,
     gpu: Gpu | None,
     correction: Correction | None = None,
     attention: Attention = "fused",
 ) -> tuple[StageMemory, ...]:
+    """Returns the memory of every stage; nothing if the engine has no cost model."""
+    if ENGINES[experiment.engine].cost_model is None:
+        return ()
     stages, groups = experiment.parallel.pipeline_model_parallel_size, communicators(experiment, shape)
     return tuple(
         memory_of_stage(experiment, stage, shape, gpu, correction, groups, attention) for stage in range(stages)
@@ -216,12 +209,10 @@ def memory_of_stages(
 
 
 _MIB: Final = 2**20
-CONTEXT_BYTES: Final = (500 * _MIB, 1200 * _MIB)
+CONTEXT_BYTES: Final = ((500 + 8) * _MIB, (1200 + 64) * _MIB)
 """CUDA's context and the kernels of PyTorch and its libraries: loaded lazily (CUDA_MODULE_LOADING), or all at once,
-as before CUDA 11.7."""
-WORKSPACE_BYTES: Final = (8 * _MIB, 64 * _MIB)
-"""cuBLAS's workspaces: 8 MiB for a handle and stream, 32 MiB on Hopper (PyTorch, CUBLAS_WORKSPACE_CONFIG). The
-forward and the backward thread have one each."""
+as before CUDA 11.7; and cuBLAS's workspaces: 8 MiB for a handle and stream, 32 MiB on Hopper (PyTorch,
+CUBLAS_WORKSPACE_CONFIG). The forward and the backward thread have one each."""
 COMMUNICATOR_BYTES: Final = (150 * _MIB, 500 * _MIB)
 """NCCL's memory for each group of a rank: 10 MiB a connection (NCCL_BUFFSIZE's 4 MiB, and those of LL128 and LL), one
 for each of 16 channels' ring, or three with the trees' across nodes."""
@@ -235,17 +226,15 @@ FRAGMENTED: Final = 0.25
 GPU ran out (Fujii et al., 2024), so the real peak is at most a quarter above the tensors."""
 
 
-def communicators(experiment: Experiment, shape: Shape) -> int:
+def communicators(experiment: Experiment, shape: LayoutShape) -> int:
     """Returns the number of a rank's NCCL communicators: those of the layout, of a stage and its neighbor, of the model
     (for the norm), and of the world."""
     parallel = experiment.parallel
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    return (
-        1 + split + (parallel.pipeline_model_parallel_size > 1) + len(engine_of(experiment).traffic(experiment, shape))
-    )
+    groups = cost_model_of(experiment).traffic(experiment, shape)
+    return 1 + parallel.splits_model + (parallel.pipeline_model_parallel_size > 1) + len(groups)
 
 
-def exchanging_ranks(experiment: Experiment, shape: Shape) -> int:
+def exchanging_ranks(experiment: Experiment, shape: LayoutShape) -> int:
     """Returns the ranks of a node that send each other tokens for their experts; 1 if none do."""
     parallel = experiment.parallel
     return min(parallel.expert_model_parallel_size, max(1, shape.slots // parallel.expert_tensor_size), _EXCHANGING)
@@ -258,19 +247,10 @@ def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int, exchangin
     low, high = COMMUNICATOR_BYTES
     more = max(0, (exchanging - 1) * EXCHANGE_BYTES - high)
     exchange = f"; {more // _MIB} MiB more for an all-to-all" if more else ""
+    groups = f"{count} communicators x {low // _MIB} to {high // _MIB} MiB{exchange}"
     wanted = (
-        (
-            "CUDA context",
-            CONTEXT_BYTES[0] + WORKSPACE_BYTES[0],
-            CONTEXT_BYTES[1] + WORKSPACE_BYTES[1],
-            "context, kernels, cuBLAS's workspaces",
-        ),
-        (
-            "NCCL",
-            count * low,
-            count * high + more,
-            f"{count} communicators x {low // _MIB} to {high // _MIB} MiB{exchange}",
-        ),
+        ("CUDA context", CONTEXT_BYTES[0], CONTEXT_BYTES[1], "context, kernels, cuBLAS's workspaces"),
+        ("NCCL", count * low, count * high + more, groups),
         ("fragmentation", 0, round(FRAGMENTED * temporary), f"up to {FRAGMENTED:.0%} of what comes and goes in a step"),
     )
     # A run that fits with the least of each overhead never exceeds the GPU's memory.
@@ -281,3 +261,52 @@ def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int, exchangin
         room -= extra
         terms.append(Term(name, least + extra, f"fixed overhead: {source}" if least else source, least))
     return terms
+
+
+_ANY_GPU: Final = Gpu("any", memory_mib=1)
+"""What is offloaded does not depend on the GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes of one node's host, besides what programs need themselves."""
+
+    ranks: int
+    least: int
+    """Offloaded weights and optimizer states, and their buffers."""
+    most: int
+    """And a copy of a checkpoint that is written in the background."""
+    locked: int = 0
+    """Memory that one rank locks for transfers to NVMe."""
+    nvme: int = 0
+    """Bytes on the node's NVMe."""
+
+    def __str__(self) -> str:
+        size = f"{self.least / GIB:.1f}" + (f" to {self.most / GIB:.1f}" if self.most > self.least else "")
+        nvme = f", and {self.nvme / GIB:.1f} GiB on NVMe" if self.nvme else ""
+        return f"{count(self.ranks, 'rank')} of a node need {size} GiB of its host's memory{nvme}"
+
+
+def host_memory(plan: Plan, memory: Sequence[StageMemory]) -> dict[str, HostMemory]:
+    """Returns the memory by node; empty if no rank offloads anything."""
+    if not any(stage.offloaded_bytes for stage in memory):
+        return {}
+    found: dict[str, HostMemory] = {}
+    for rank in plan.ranks:
+        stage, before = memory[rank.pipeline_parallel_rank], found.get(rank.node, HostMemory(0, 0, 0))
+        least = stage.offloaded_bytes
+        found[rank.node] = HostMemory(
+            before.ranks + 1,
+            before.least + least,
+            before.most + least + stage.copied_bytes,
+            max(before.locked, stage.locked_bytes),
+            before.nvme + stage.nvme_bytes,
+        )
+    return found
+
+
+def host_memory_of(experiment: Experiment, plan: Plan) -> dict[str, HostMemory]:
+    """Returns the memory by node of an experiment that was laid out."""
+    slots = min(Counter(rank.node for rank in plan.ranks).values())
+    shape = LayoutShape(plan.data_parallel_size, plan.accumulation_steps, slots)
+    return host_memory(plan, memory_of_stages(experiment, shape, _ANY_GPU))

@@ -5,15 +5,14 @@ the run is unchanged.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from tridock.experiment import Experiment
+from tridock.layout.plan import Slots, size_of_world, slots_per_node
 from tridock.layout.split import size_of_replica
 from tridock.plan.assess import Assessment, assess
 from tridock.plan.assumptions import Assumptions
 from tridock.plan.search import layouts
-
-Slots = Mapping[str, Sequence[int]]
 
 
 def fewer_replicas(
@@ -24,7 +23,7 @@ def fewer_replicas(
     ``slots`` are in the order of the ranks; the last stay unused. ``force`` ignores the GPU's memory.
     """
     size = size_of_replica(experiment)
-    for replicas in range(_count(slots) // size, 0, -1):
+    for replicas in range(size_of_world(slots) // size, 0, -1):
         assessment = assess(experiment, first_slots(slots, replicas * size), source, assumptions)
         if _runs(assessment, force):
             return assessment
@@ -39,7 +38,7 @@ def other_layout(
     Layouts are ordered by estimated time, or without an estimate by replica size, the smallest first. What the
     checkpoints require is kept: whether the ranks shard the optimizer states.
     """
-    for count in range(_count(slots), 0, -1):
+    for count in range(size_of_world(slots), 0, -1):
         taken = first_slots(slots, count)
         tried = (assess(one, taken, source, assumptions) for one in _candidates(experiment, taken))
         fitting = [assessment for assessment in tried if _runs(assessment, force)]
@@ -52,13 +51,9 @@ def first_slots(slots: Slots, count: int) -> dict[str, tuple[int, ...]]:
     """Returns the first ``count`` slots, node by node."""
     taken: dict[str, tuple[int, ...]] = {}
     for node, numbers in slots.items():
-        if own := tuple(numbers)[: count - _count(taken)]:
+        if own := tuple(numbers)[: count - size_of_world(taken)]:
             taken[node] = own
     return taken
-
-
-def _count(slots: Slots) -> int:
-    return sum(map(len, slots.values()))
 
 
 def _runs(assessment: Assessment, force: bool) -> bool:
@@ -66,19 +61,16 @@ def _runs(assessment: Assessment, force: bool) -> bool:
 
 
 def _candidates(experiment: Experiment, slots: Slots) -> Iterator[Experiment]:
-    """Yields layouts whose tensor parallel groups do not cross nodes: such groups would be slower than any other
-    layout."""
-    smallest = min(map(len, slots.values()))
-    for choice in layouts(experiment, _count(slots)):
-        update = {path.removeprefix("parallel."): value for path, value in choice.items()}
-        parallel = experiment.parallel.model_copy(update=update)
-        if parallel.use_distributed_optimizer != experiment.parallel.use_distributed_optimizer:
+    """Yields layouts whose tensor parallel groups do not cross nodes: such groups would be slower than all others."""
+    smallest = slots_per_node(slots)
+    for choice in layouts(experiment, size_of_world(slots)):
+        other = experiment.with_fields(choice)
+        if other.parallel.use_distributed_optimizer != experiment.parallel.use_distributed_optimizer:
             continue
-        if smallest % parallel.tensor_model_parallel_size == 0:
-            yield experiment.model_copy(update={"parallel": parallel})
+        if smallest % other.parallel.tensor_model_parallel_size == 0:
+            yield other
 
 
 def _rank(assessment: Assessment) -> tuple[float, int]:
-    cost = assessment.cost
-    seconds = cost.estimate.iteration if cost is not None and cost.estimate is not None else math.inf
+    seconds = math.inf if assessment.seconds is None else assessment.seconds
     return seconds, size_of_replica(assessment.experiment)

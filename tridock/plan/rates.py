@@ -1,16 +1,70 @@
 """The rates of a GPU's kernels and of its links that an estimate of time uses, and the source of each figure."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import log2
 from typing import Final, Self
 
-from tridock.contracts.calibration import Calibration
+from tridock.contracts.calibration import Calibration, Summed
+from tridock.errors import Problem, RequestError
 from tridock.gpus import Gpu, Network
 from tridock.layout.activations import Attention
-from tridock.layout.kernels import Device
-from tridock.layout.traffic import Link, Traffic
-from tridock.plan.calibration import measured_device, measured_links
+from tridock.layout.kernels import MEMORY_SHARE, KernelRates, attention_seconds, product_seconds
+from tridock.layout.traffic import Link, Traffic, all_reduce
 from tridock.plan.correction import Correction
+from tridock.plan.spread import Spread, corrected_spread
+
+CPU = "cpu"
+
+
+def measured_device(calibration: Calibration, precision: str, source: str) -> KernelRates:
+    """Returns the measured device. Raises :class:`RequestError` for a format that was not measured."""
+    products = [one for one in calibration.products if one.precision == precision]
+    attention = [one for one in calibration.attention if one.precision == precision]
+    if not products or not attention:
+        known = sorted({one.precision for one in calibration.products})
+        todo = f"use {' or '.join(known)}, or --tflops" if known else "measure again with tridock calibrate"
+        raise RequestError(Problem(source, "has no measurements in this precision", precision, todo))
+    size = 4 if precision == "fp32" else 2
+    best = max(2.0 * one.rows * one.columns * one.inner / one.seconds for one in products) / 1e12
+    memory = calibration.memory_gb_s / MEMORY_SHARE
+    tiled = calibration.device != CPU
+    device = KernelRates(best, calibration.units, 1.0, 1.0, memory, calibration.launch_s, tiled=tiled)
+    points = tuple(
+        (log2(one.rows), log2(one.columns), log2(one.inner),
+         one.seconds / product_seconds(device, one.rows, one.columns, one.inner, size))
+        for one in products
+    )  # fmt: skip
+    shares, backward = [], []
+    for one in attention:
+        forward = attention_seconds(device, one.length, one.heads, one.head_size, one.samples)[0]
+        shares.append(forward / one.forward_s)
+        backward.append(one.backward_s / one.forward_s)
+    return replace(
+        device,
+        attention_share=statistics.geometric_mean(shares),
+        attention_backward=statistics.geometric_mean(backward),
+        points=points,
+    )
+
+
+def measured_links(calibration: Calibration) -> Mapping[Link, tuple[float, float]]:
+    """Returns message latency and GB/s of one rank, within a node and between nodes, for the measured links."""
+    found: dict[Link, tuple[float, float]] = {}
+    for nodes in {one.nodes for one in calibration.sums}:
+        few, many = _ends([one for one in calibration.sums if one.nodes == nodes])
+        moved = all_reduce(many.ranks, many.bytes) - all_reduce(few.ranks, few.bytes)
+        took = max(many.seconds - few.seconds, 1e-9)
+        latency = max(0.0, few.seconds - all_reduce(few.ranks, few.bytes) / moved * took)
+        found["node" if nodes == 1 else "network"] = latency, moved / took / 1e9
+    return found
+
+
+def _ends(sums: list[Summed]) -> tuple[Summed, Summed]:
+    ordered = sorted(sums, key=lambda one: one.bytes)
+    return ordered[0], ordered[-1]
+
 
 GIVEN: Final = "given"
 DEFAULT_LINK_GB_S: Final = 32.0
@@ -23,8 +77,7 @@ _START_S: Final = 8e-6
 """Start-up and tail of a kernel that follows another: until all units work, from the first to end to the last, and
 the gap between kernels."""
 _NVLINK_SHARE: Final = 0.8
-"""Share of NVLink's rate in a ring: 235 of 300 GB/s on A100, 367 of 450 on H200, 682 of 900 on B200 (Bekman,
-network)."""
+"""Share of NVLink's rate in a ring: 235 of 300 GB/s on A100, 367 of 450 on H200, 682 of 900 on B200 (Bekman)."""
 _PCIE_SHARES: Final = {4: 0.69, 8: 0.42}
 """Share of PCIe's rate in rings of up to this many ranks (SimuMax, ``configs/system/a100_pcie.json``). Beyond 4 a ring
 crosses from one half of the node to the other. Groups that all cross share that way: there, two rings of four ranks
@@ -58,7 +111,7 @@ class Rates:
     memory_gb_s: float
     """Rate of a GPU's own memory."""
     peak_tflops: float | None
-    device: Device | None
+    device: KernelRates | None
     """The rates of the GPU's kernels."""
     links: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
     """Measured latency and GB/s."""
@@ -68,6 +121,8 @@ class Rates:
     overlaps: bool = True
     """Whether engines overlap communication with computation."""
     gpu: Gpu | None = None
+    spread: Spread | None = None
+    """How far measured times lie from those estimated with these rates."""
 
     @classmethod
     def of(
@@ -85,12 +140,12 @@ class Rates:
         link = (None if gpu is None else gpu.link_gb_s) or DEFAULT_LINK_GB_S
         memory = (None if gpu is None else gpu.memory_gb_s) or DEFAULT_MEMORY_GB_S
         if tflops is not None:
-            flat = Device(tflops, 1, 1.0, 1.0, memory, 0.0, flat=True)
+            flat = KernelRates(tflops, 1, 1.0, 1.0, memory, 0.0, flat=True)
             return cls(tflops, GIVEN, link, network, source, memory, peak, flat, gpu=gpu)
         if gpu is None or peak is None:
             return cls(None, "unknown", link, network, source, memory, peak, None)
         kernels = gpu.kernels
-        device = Device(
+        device = KernelRates(
             peak,
             kernels.units,
             kernels.matmul_share,
@@ -148,6 +203,7 @@ class Rates:
             memory_gb_s=self.memory_gb_s / by.time,
             device=device,
             slower=dict.fromkeys(by.links, by.time),
+            spread=None if self.spread is None else corrected_spread().scaled(self.spread.typical),
         )
 
     def seconds(self, one: Traffic) -> float:

@@ -7,22 +7,23 @@ with recomputation, the search also lists it with the fewest recomputed layers t
 in the host's memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 
-from tridock.engines import engine_of
-from tridock.engines.engine import Choice
+from tridock.engines import cost_model_of, rules_of
 from tridock.engines.fields import as_overrides, as_yaml
+from tridock.engines.rules import Choice
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
+from tridock.layout.plan import Slots, size_of_world, slots_per_node
 from tridock.layout.shape import recomputed_layers, unlike_stages
-from tridock.layout.split import size_of_replica
-from tridock.plan.assess import gpu_problems
+from tridock.layout.split import divisors, size_of_replica
 from tridock.plan.assumptions import Assumptions
-from tridock.plan.cost import Cost, cost_of
-from tridock.plan.legality import layout_problems
+from tridock.plan.cost import Cost, Estimate, cost_of
+from tridock.plan.legality import gpu_problems, layout_problems
 from tridock.plan.memory import GIB, StageMemory, communicators, memory_of_stage
 from tridock.plan.rates import Rates
 
@@ -37,16 +38,19 @@ class Candidate:
     cost: Cost
 
     @property
-    def seconds(self) -> float:
+    def estimate(self) -> Estimate:
         assert self.cost.estimate is not None
-        return self.cost.estimate.iteration
+        return self.cost.estimate
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.iteration
 
     def gpu_hours(self, tokens: float | None) -> float:
         """Returns the GPU hours of all ranks together for ``tokens``, or for the tokens of the run."""
         tokens = tokens or float(self.experiment.train.train_iters * self.cost.tokens)
-        days = self.cost.days(tokens)
-        assert days is not None
-        return 24 * days * self.data_parallel_size * size_of_replica(self.experiment)
+        ranks = self.data_parallel_size * size_of_replica(self.experiment)
+        return tokens / self.estimate.tokens_per_second / 3600 * ranks
 
     @property
     def tenths_of_gib(self) -> int:
@@ -83,7 +87,7 @@ class Search:
 
 def search(
     experiment: Experiment,
-    slots: Mapping[str, Sequence[int]],
+    slots: Slots,
     source: str,
     assumptions: Assumptions,
     on_tried: Callable[[int, int], None] = lambda _done, _of: None,
@@ -92,39 +96,40 @@ def search(
 
     Raises :class:`RequestError` if neither memory nor time can be judged.
     """
-    world_size = sum(len(numbers) for numbers in slots.values())
-    per_node = min(len(numbers) for numbers in slots.values())
-    rates = assumptions.rates(experiment, assumptions.shape(1, 1, per_node, world_size))
+    cost_model_of(experiment)
+    world_size, per_node = size_of_world(slots), slots_per_node(slots)
+    fixed = with_global_batch(experiment, world_size)
+    rates = assumptions.rates(experiment, assumptions.shape(fixed, world_size, per_node))
     if assumptions.gpu is None or rates.device is None:
-        todo = "give --gpu (with its memory alone, also --tflops), or gpu: in the settings beside the hostfile"
+        todo = "give --gpu (with its memory alone, also --tflops), gpu: beside the hostfile, or --ask-hosts"
         if assumptions.correction is not None and rates.device is not None:
             todo = "give --gpu with the memory of a device, as in 24gib"
         raise RequestError(Problem(source, "a search needs to know the GPU", "", todo))
     if experiment.model.is_vision and assumptions.tflops is None:
         what = "a search needs to know how fast a GPU is with convolutions"
         raise RequestError(Problem(source, what, "", "give a measured rate with --tflops"))
-    if problems := gpu_problems(experiment, assumptions.gpu):
-        raise RequestError(problems)
-    fixed = with_global_batch(experiment, world_size)
+    RequestError.raise_for(gpu_problems(experiment, assumptions.gpu))
     found: list[Candidate] = []
     rejected: list[Rejected] = []
     every = list(choices(fixed, world_size))
 
-    def judge(choice: Choice) -> None:
-        outcome = _judge(choice, with_choice(fixed, choice), world_size, per_node, assumptions, rates)
+    def judge(choice: Choice) -> Candidate | Rejected:
+        return _judge(choice, fixed.with_fields(choice), world_size, per_node, assumptions, rates)
+
+    def sort(outcome: Candidate | Rejected) -> None:
         if isinstance(outcome, Candidate):
             found.append(outcome)
         else:
             rejected.append(outcome)
 
     for number, choice in enumerate(every, start=1):
-        judge(choice)
+        sort(judge(choice))
         on_tried(number, len(every))
     if not found:
         for choice in every:
-            for offload in engine_of(fixed).offload_choices(with_choice(fixed, choice)):
-                judge({**choice, **offload})
-    found += list(_with_less_recomputation(fixed, found, world_size, per_node, assumptions, rates))
+            for offload in rules_of(fixed).offload_choices(fixed.with_fields(choice)):
+                sort(judge({**choice, **offload}))
+    found += list(_with_less_recomputation(found, judge))
     found.sort(key=lambda one: (one.worst.fit != "fits", one.seconds, one.worst.total_bytes))
     return Search(tuple(found), tuple(rejected), rates)
 
@@ -136,16 +141,17 @@ def _judge(
     if problems:
         return Rejected(choice, f"{problems[0].where} {problems[0].what}")
     tensor, data = candidate.parallel.tensor_model_parallel_size, world_size // size_of_replica(candidate)
-    steps = candidate.batch.samples_per_step(data) // (candidate.batch.micro_batch_size * data)
-    shape = assumptions.shape(data, steps, per_node, world_size)
+    shape = assumptions.shape(candidate, world_size, per_node)
     if shape.slots % tensor:
         return Rejected(choice, f"tensor parallel groups of {tensor} would cross nodes of {per_node} slots")
     if candidate.parallel.use_distributed_optimizer and data * candidate.parallel.context_parallel_size == 1:
         return Rejected(choice, "there is one replica: nothing to share the optimizer's states with")
-    stages = unlike_stages(candidate)
     gpu, correction, groups = assumptions.gpu, assumptions.correction, communicators(candidate, shape)
-    attention = assumptions.attention
-    memory = [memory_of_stage(candidate, stage, shape, gpu, correction, groups, attention) for stage in stages]
+    attention = assumptions.attention_of(candidate)
+    memory = [
+        memory_of_stage(candidate, stage, shape, gpu, correction, groups, attention)
+        for stage in unlike_stages(candidate)
+    ]
     worst = max(memory, key=lambda stage: stage.total_bytes)
     if worst.fit == "no-fit":
         return Rejected(choice, "does not fit the GPU's memory", is_legal=True)
@@ -154,25 +160,23 @@ def _judge(
 
 
 def _with_less_recomputation(
-    fixed: Experiment,
-    found: Sequence[Candidate],
-    world_size: int,
-    per_node: int,
-    assumptions: Assumptions,
-    rates: Rates,
+    found: Sequence[Candidate], judge: Callable[[Choice], Candidate | Rejected]
 ) -> Iterator[Candidate]:
     """Finds for each layout, by bisection, the fewest recomputed layers with the same verdict as all."""
-    without = {(_layout_of(one.choice), one.worst.fit) for one in found if not _recomputes_layers(one)}
+    without = {
+        (_layout_of(one.choice), one.worst.fit)
+        for one in found
+        if not recomputed_layers(one.experiment, one.experiment.model.num_layers)
+    }
     for one in found:
         if {(_layout_of(one.choice), fit) for fit in ("fits", one.worst.fit)} & without:
             continue
-        ways = engine_of(one.experiment).partial_recompute_choices(one.experiment)
+        ways = rules_of(one.experiment).partial_recompute_choices(one.experiment)
         least: Candidate | None = None
         low, high = 0, len(ways)
         while low < high:
             middle = (low + high) // 2
-            choice = {**one.choice, **ways[middle]}
-            judged = _judge(choice, with_choice(fixed, choice), world_size, per_node, assumptions, rates)
+            judged = judge({**one.choice, **ways[middle]})
             if isinstance(judged, Candidate) and judged.worst.fit == one.worst.fit:
                 least, high = judged, middle
             else:
@@ -186,53 +190,29 @@ def _layout_of(choice: Choice) -> tuple[tuple[str, str], ...]:
     return tuple((path, as_yaml(value)) for path, value in choice.items() if not path.startswith("model."))
 
 
-def _recomputes_layers(candidate: Candidate) -> bool:
-    experiment = candidate.experiment
-    return recomputed_layers(experiment, experiment.model.num_layers) > 0
-
-
 def with_global_batch(experiment: Experiment, world_size: int) -> Experiment:
     """Fixes the present global batch, so that all layouts do the same work."""
-    replicas = world_size // size_of_replica(experiment)
-    return experiment.resolved(max(1, replicas))
-
-
-def with_choice(experiment: Experiment, choice: Choice) -> Experiment:
-    parts: dict[str, dict[str, object]] = {}
-    update: dict[str, object] = {}
-    for path, value in choice.items():
-        section, _, field = path.partition(".")
-        if field:
-            parts.setdefault(section, {})[field] = value
-        else:
-            update[path] = value
-    update |= {name: getattr(experiment, name).model_copy(update=fields) for name, fields in parts.items()}
-    return experiment.model_copy(update=update)
-
-
-def value_of(experiment: Experiment, path: str) -> object:
-    """Returns the value of a field, such as ``parallel.zero_stage``."""
-    return attrgetter(path)(experiment)
+    return experiment.resolved(max(1, world_size // size_of_replica(experiment)))
 
 
 def choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
     """Yields every combination of the engine's options; skips sizes that do not divide the world."""
-    engine, samples = engine_of(experiment), experiment.batch.samples_per_step(1)
+    rules, samples = rules_of(experiment), experiment.batch.samples_per_step(1)
     for layout in layouts(experiment, world_size):
-        replicas = max(1, world_size // size_of_replica(with_choice(experiment, layout)))
-        for recompute, micro in product(engine.recompute_choices(), _divisors_up_to(samples, 16)):
-            if not engine.is_repeated(layout, replicas, samples // (micro * replicas)):
+        replicas = max(1, world_size // size_of_replica(experiment.with_fields(layout)))
+        for recompute, micro in product(rules.recompute_choices(), _divisors_up_to(samples, 16)):
+            if not rules.is_repeated(layout, replicas, samples // (micro * replicas)):
                 yield {**layout, **recompute, "batch.micro_batch_size": micro}
 
 
 def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
     """Yields every way to split the model and partition its states; skips sizes that do not divide the world."""
-    engine = engine_of(experiment)
-    if not engine.splits_model(experiment):
-        yield from engine.state_choices(experiment, 1)
+    rules = rules_of(experiment)
+    if not rules.splits_model(experiment):
+        yield from rules.state_choices(experiment, 1)
         return
     for tensor, stages, context in product(
-        _divisors_up_to(world_size, 64), _divisors_up_to(world_size, 128), engine.context_sizes(experiment)
+        _divisors_up_to(world_size, 64), _divisors_up_to(world_size, 128), rules.context_sizes(experiment)
     ):
         if world_size % (tensor * stages * context):
             continue
@@ -241,23 +221,24 @@ def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
             "parallel.pipeline_model_parallel_size": stages,
             "parallel.context_parallel_size": context,
         }
-        for states in engine.state_choices(experiment, stages):
-            for others in engine.layout_choices(experiment, tensor, stages):
+        for states in rules.state_choices(experiment, stages):
+            for others in rules.layout_choices(experiment, tensor, stages):
                 yield {**sizes, **others, **states}
 
 
 def _divisors_up_to(number: int, most: int) -> tuple[int, ...]:
-    return tuple(size for size in range(1, min(number, most) + 1) if number % size == 0)
+    return tuple(size for size in divisors(number) if size <= most)
 
 
 def count_reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
     """Returns each reason with the number of layouts that it rules out, the most frequent first."""
-    counts: dict[str, int] = {}
-    for one in rejected:
-        counts[one.reason] = counts.get(one.reason, 0) + 1
-    return sorted(counts.items(), key=lambda item: -item[1])
+    return Counter(one.reason for one in rejected).most_common()
 
 
 def overrides_of(candidate: Candidate, base: Experiment) -> list[str]:
-    """Returns the ``--set`` overrides that turn the base experiment into the candidate."""
-    return as_overrides({path: value for path, value in candidate.choice.items() if value_of(base, path) != value})
+    """Returns the ``--set`` overrides that turn the base experiment into the candidate, with its global batch."""
+    changes = {path: value for path, value in candidate.choice.items() if attrgetter(path)(base) != value}
+    samples = candidate.experiment.batch.global_batch_size
+    if base.with_fields(changes).batch.samples_per_step(candidate.data_parallel_size) != samples:
+        changes["batch.global_batch_size"] = samples
+    return as_overrides(changes)

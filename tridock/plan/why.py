@@ -8,23 +8,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
+from operator import attrgetter
 from typing import Any, Final
 
-from tridock.engines.engine import Choice
+from tridock.engines import cost_model_of
 from tridock.engines.fields import as_overrides
 from tridock.engines.offload import Offload
+from tridock.engines.rules import Choice
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.layout.plan import layout_label
-from tridock.layout.split import size_of_replica
-from tridock.plan.assess import Verdict, gpu_problems
+from tridock.layout.plan import Slots, layout_label, size_of_world
+from tridock.plan.assess import Assessment, assess
 from tridock.plan.assumptions import Assumptions
-from tridock.plan.cost import Cost, cost_of
-from tridock.plan.legality import layout_problems
-from tridock.plan.memory import GIB, StageMemory, memory_of_stages
-from tridock.plan.search import choices, value_of, with_choice, with_global_batch
-
-Slots = Mapping[str, Sequence[int]]
+from tridock.plan.memory import GIB
+from tridock.plan.search import choices, with_global_batch
 
 _OFFLOADED: Final = "deepspeed.zero_optimization.offload_{}={{device: cpu}}"
 _SHORT: Final = {
@@ -59,37 +56,21 @@ _OFF: Final = (
 """The overrides for words that a label omits."""
 
 
-@dataclass(frozen=True, slots=True)
-class JudgedLayout:
+@dataclass(frozen=True)
+class JudgedLayout(Assessment):
     """A layout with every reason against it, or its memory and time."""
 
-    changes: tuple[str, ...]
+    changes: tuple[str, ...] = ()
     """``--set`` overrides that turn the experiment into this layout."""
-    experiment: Experiment
-    problems: tuple[Problem, ...]
-    data_parallel_size: int = 0
-    worst: StageMemory | None = None
-    """The stage that needs the most memory; None, as is the next, if the layout is illegal."""
-    cost: Cost | None = None
 
     @property
     def label(self) -> str:
         """Returns the label that the search prints."""
         parallel = self.experiment.parallel
-        sharded = f" ZeRO-{parallel.zero_stage}{Offload.of(self.experiment).label}" if parallel.zero_stage else ""
-        sharded += " dist" if parallel.use_distributed_optimizer else ""
-        sharded += " once" if parallel.reduce_gradients_once else ""
         sequence = " SP" if parallel.sequence_parallel else ""
         micro = self.experiment.batch.micro_batch_size
-        return f"{layout_label(parallel, self.data_parallel_size)}{sequence} MB{micro}{sharded}"
-
-    @property
-    def verdict(self) -> Verdict:
-        return "illegal" if self.worst is None else self.worst.fit
-
-    @property
-    def seconds(self) -> float | None:
-        return None if self.cost is None or self.cost.estimate is None else self.cost.estimate.iteration
+        label = layout_label(parallel, self.data_parallel_size)
+        return f"{label}{sequence} MB{micro} {states_of(self.experiment)}".rstrip()
 
     @property
     def time(self) -> dict[str, float]:
@@ -97,22 +78,23 @@ class JudgedLayout:
         return {} if self.cost is None or self.cost.estimate is None else self.cost.estimate.terms
 
     @property
-    def memory(self) -> dict[str, int]:
+    def memory_terms(self) -> dict[str, int]:
         """Returns the bytes of a rank of the worst stage by term; empty if the layout is illegal."""
         return {} if self.worst is None else {term.name: term.bytes for term in self.worst.terms}
 
-    def document(self) -> dict[str, Any]:
+    def layout_document(self) -> dict[str, Any]:
         """Returns the layout for ``--json``."""
+        worst = self.worst
         return {
             "layout": self.label,
             "set": list(self.changes),
             "verdict": self.verdict,
             "seconds": self.seconds,
-            "total_gib": None if self.worst is None else round(self.worst.total_bytes / GIB, 4),
-            "least_gib": None if self.worst is None else round(self.worst.least_bytes / GIB, 4),
-            "stage": None if self.worst is None else self.worst.stage,
+            "total_gib": None if worst is None else round(worst.total_bytes / GIB, 4),
+            "least_gib": None if worst is None else round(worst.least_bytes / GIB, 4),
+            "stage": None if worst is None else worst.stage,
             "time": self.time,
-            "memory": {name: round(amount / GIB, 4) for name, amount in self.memory.items()},
+            "memory": {name: round(amount / GIB, 4) for name, amount in self.memory_terms.items()},
             "problems": [problem.document for problem in self.problems],
         }
 
@@ -127,19 +109,30 @@ class Why:
     def document(self) -> dict[str, Any]:
         """Returns the comparison for ``--json``: differences are the other's figures minus the layout's."""
         return {
-            "layout": self.layout.document(),
+            "layout": self.layout.layout_document(),
             "others": [
                 {
-                    **other.document(),
+                    **other.layout_document(),
                     "time_difference": difference(self.layout.time, other.time),
                     "memory_difference": {
                         name: round(amount / GIB, 4)
-                        for name, amount in difference(self.layout.memory, other.memory).items()
+                        for name, amount in difference(self.layout.memory_terms, other.memory_terms).items()
                     },
                 }
                 for other in self.others
             ],
         }
+
+
+def states_of(experiment: Experiment) -> str:
+    """Returns how a layout shards its states, as the search prints it: ``ZeRO-1``, ``dist``, ``once``, or nothing."""
+    parallel = experiment.parallel
+    words = (
+        f"ZeRO-{parallel.zero_stage}{Offload.of(experiment).label}" if parallel.zero_stage else "",
+        "dist" if parallel.use_distributed_optimizer else "",
+        "once" if parallel.reduce_gradients_once else "",
+    )
+    return " ".join(filter(None, words))
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
@@ -154,30 +147,18 @@ def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
 def judge_layout(
     experiment: Experiment, slots: Slots, assumptions: Assumptions, changes: Sequence[str] = ()
 ) -> JudgedLayout:
-    """Judges one layout; ``changes`` are only recorded."""
-    world_size = sum(len(numbers) for numbers in slots.values())
-    per_node = min(len(numbers) for numbers in slots.values())
-    problems = [*layout_problems(experiment, world_size, per_node), *gpu_problems(experiment, assumptions.gpu)]
-    data = world_size // size_of_replica(experiment)
-    if problems:
-        return JudgedLayout(tuple(changes), experiment, tuple(problems), data)
-    steps = experiment.batch.samples_per_step(data) // (experiment.batch.micro_batch_size * data)
-    shape = assumptions.shape(data, steps, per_node, world_size)
-    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction, assumptions.attention)
-    rates = assumptions.rates(experiment, shape)
-    states = max(stage.state_bytes for stage in memory)
-    cost = cost_of(experiment, shape, states, rates)
-    worst = max(memory, key=lambda stage: stage.total_bytes)
-    return JudgedLayout(tuple(changes), experiment, (), data, worst, cost)
+    """Judges one layout; ``changes`` are only recorded. Raises :class:`RequestError` without a cost model."""
+    cost_model_of(experiment)
+    return JudgedLayout(**vars(assess(experiment, slots, "", assumptions)), changes=tuple(changes))
 
 
 def neighbors(experiment: Experiment, slots: Slots, assumptions: Assumptions) -> Why:
     """Returns the layout and its neighbors: those that fit, then tight ones, then those that do not fit or are illegal,
     each the fastest first."""
-    world_size = sum(len(numbers) for numbers in slots.values())
+    world_size = size_of_world(slots)
     base = with_global_batch(experiment, world_size)
     others = [
-        judge_layout(with_choice(base, choice), slots, assumptions, as_overrides(choice))
+        judge_layout(base.with_fields(choice), slots, assumptions, as_overrides(choice))
         for choice in _steps(base, world_size)
     ]
     order = ("fits", "tight", "no-fit", "illegal")
@@ -189,7 +170,7 @@ def _steps(base: Experiment, world_size: int) -> Iterator[Choice]:
     """Yields the change of each neighbor, without duplicates."""
     tried = [dict(choice) for choice in choices(base, world_size)]
     fields = dict.fromkeys(path for choice in tried for path in choice)
-    current = {path: value_of(base, path) for path in fields}
+    current = {path: attrgetter(path)(base) for path in fields}
     # A value outside the search, such as recomputation of every second layer, stays if another section is changed.
     own = {path for path in fields if current[path] not in [choice[path] for choice in tried if path in choice]}
     found: list[dict[str, object]] = []
@@ -208,8 +189,7 @@ def _steps(base: Experiment, world_size: int) -> Iterator[Choice]:
 
 
 def _directions(value: object, path: str, tried: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yields the search's changes to a smaller and to a larger size, or from none to a size; for other fields, to each
-    other value."""
+    """Yields the search's changes to a smaller and a larger size, or from none to a size; else to each other value."""
     others = [choice for choice in tried if path in choice and choice[path] != value]
     are_sizes = all(_is_size(choice[path]) for choice in others)
     if are_sizes and _is_size(value):
@@ -280,8 +260,9 @@ def check_data_parallel(text: str, judged: JudgedLayout) -> None:
     """Raises :class:`RequestError` if a layout names another data parallel size than it has on these slots."""
     named = [int(label[2]) for word in _words(text) if (label := _LABEL.fullmatch(word)) and
              label[1].upper() == "DP"]  # fmt: skip
-    if not judged.problems and any(size != judged.data_parallel_size for size in named):
-        what = f"follows from the slots: it is DP{judged.data_parallel_size} with the other sizes"
+    data = judged.data_parallel_size
+    if not judged.problems and any(size != data for size in named):
+        what = f"follows from the slots: it is DP{data} with the other sizes"
         raise RequestError(Problem("--why", what, text, "leave DP out"))
 
 
@@ -289,5 +270,5 @@ def with_batch_of(base: Experiment, slots: Slots, other: Experiment) -> Experime
     """Returns ``other`` with ``base``'s global batch on these slots if it gives none: the same work."""
     if other.batch.global_batch_size is not None:
         return other
-    fixed = with_global_batch(base, sum(len(numbers) for numbers in slots.values())).batch.global_batch_size
-    return other.model_copy(update={"batch": other.batch.model_copy(update={"global_batch_size": fixed})})
+    fixed = with_global_batch(base, size_of_world(slots)).batch.global_batch_size
+    return other.with_fields({"batch.global_batch_size": fixed})

@@ -4,16 +4,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-from tridock.errors import ClusterError, Problem, TridockError
+from tridock.errors import ClusterError, TridockError
 from tridock.remote.host import Host
 
 T = TypeVar("T")
 
-_TICK_S = 0.1
+_ENDING_S: Final = 3.0  # for what an action undoes on its way out, such as a forwarded port
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,14 @@ class Outcome(Generic[T]):
         return self.error is None
 
 
-def on_all(
-    hosts: Mapping[str, Host], action: Callable[[str, Host], T], cap: int, timeout: float | None = None
-) -> dict[str, Outcome[T]]:
+def on_all(hosts: Mapping[str, Host], action: Callable[[str, Host], T], cap: int) -> dict[str, Outcome[T]]:
     """Runs ``action`` on every host, at most ``cap`` at once. A failure on one host does not stop the others.
 
-    A host that takes longer than ``timeout`` seconds is abandoned and its connection closed. Ctrl-C starts no further
-    action, closes the connections in use and is raised in the caller at once.
+    Ctrl-C starts no further action, ends the commands in use, and is raised in the caller once their actions have
+    ended, after 3 s at the latest.
     """
     results: SimpleQueue[tuple[str, Outcome[T]]] = SimpleQueue()
-    waiting, started, outcomes = deque(hosts), dict[str, float](), dict[str, Outcome[T]]()
+    waiting, started, outcomes = deque(hosts), set[str](), dict[str, Outcome[T]]()
 
     def attempt(name: str) -> None:
         try:
@@ -50,31 +49,21 @@ def on_all(
         while len(outcomes) < len(hosts):
             while waiting and len(started) < max(1, cap):
                 name = waiting.popleft()
-                started[name] = time.monotonic()
+                started.add(name)
                 # Daemon threads: a host that hangs must not block the exit of the interpreter.
                 threading.Thread(target=attempt, args=(name,), daemon=True).start()
-            try:
-                name, outcome = results.get(timeout=_TICK_S)
-                if started.pop(name, None) is not None:
-                    outcomes[name] = outcome
-            except Empty:
-                pass
-            for name in _overdue(started, timeout):
-                del started[name]
-                todo = "see what delays it there, then try again"
-                problem = Problem(name, f"did not finish within {timeout:g} s", "", todo)
-                outcomes[name] = Outcome(error=ClusterError(problem))
-                hosts[name].close()
+            name, outcome = results.get()
+            started.remove(name)
+            outcomes[name] = outcome
     except BaseException:
-        for name in started:
-            hosts[name].close()
+        limit = time.monotonic() + _ENDING_S
+        while started and time.monotonic() < limit:
+            for name in started:
+                hosts[name].close()  # again: an action may have been between two commands
+            with suppress(Empty):
+                started.remove(results.get(timeout=0.1)[0])
         raise
     return {name: outcomes[name] for name in hosts}
-
-
-def _overdue(started: Mapping[str, float], timeout: float | None) -> list[str]:
-    now = time.monotonic()
-    return [name for name, start in started.items() if timeout is not None and now - start > timeout]
 
 
 def raise_failures(outcomes: Mapping[str, Outcome[T]]) -> dict[str, T]:

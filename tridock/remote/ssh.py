@@ -1,422 +1,342 @@
-"""A host over ssh: one Fabric connection, opened at first use, with one channel per command.
+"""A host over ssh: the operator's own OpenSSH client, with one connection a host that its commands share.
 
-If the sshd's MaxSessions limit is reached, more connections are opened.
-
-Commands run on paramiko's channels, because Invoke's runner would forward Ctrl-C to the remote side.
+OpenSSH reads the user's configuration, agents, keys and known hosts; Tridock reads none of them. The first command logs
+in and leaves a ControlMaster, which the next ones find for a minute (``ControlPersist``), those of the next Tridock
+command too. A ControlPath of the user's own configuration is used instead. Where sshd opens no further session on a
+connection (MaxSessions), ssh itself opens another.
 """
 
-import itertools
-import math
+import hashlib
+import os
+import random
+import secrets
+import shlex
+import stat
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Final, Generic, TypeVar, cast
-
-import paramiko
-from fabric import Connection
-from paramiko.common import cMSG_CHANNEL_REQUEST
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from tridock.command import Command
-from tridock.errors import ClusterError
-from tridock.remote import ssh_connection
-from tridock.remote.host import (
-    CHUNK,
-    Completed,
-    Host,
-    Progress,
-    Sink,
-    Stream,
-    completed,
-    killed,
-    lost,
-    no_session,
-    shortened,
-    timed_out,
-)
-from tridock.remote.kept import KEPT, KEPT_BYTES, next_script
-from tridock.remote.ssh_config import Target, Wanted, resolve
+from tridock.contracts.run_folder import write_atomic
+from tridock.errors import ClusterError, Problem, RequestError
+from tridock.remote.host import Host, shortened
+from tridock.remote.login_shell import Marks, script_line
+from tridock.remote.process import OverdueError, Process, Sink
+from tridock.remote.ssh_errors import Target, connection_problem, is_refused_login, is_transient
 
-T = TypeVar("T")
-_GRACE_S: Final = 2.0
+_FIRST_WAIT_S: Final = 0.25
+_LONGEST_WAIT_S: Final = 4.0
+_SHELL_S: Final = 15.0
+"""What a login may take beside ``connect_timeout``: authentication and the start-up files of the login shell."""
+_TERMINAL_S: Final = 180.0
+_SHORT_S: Final = 10.0
+_START_UP: Final = "its start-up file (~/.bashrc, ~/.zshenv, ~/.tcshrc, ~/.cshrc, ~/.config/fish/config.fish)"
+_NO_FORWARD: Final = "its sshd forwards no port to this machine"
+_BEHIND_A_JUMP: Final = "UNKNOWN port"
+"""Where ssh says so, it had no socket but a command to connect with, whose stderr a shared connection hides."""
+_TERMINAL: Final = threading.Lock()
+"""One login at a time asks at the terminal."""
 
-
-class _Task(threading.Thread, Generic[T]):
-    def __init__(self, work: Callable[[], T]) -> None:
-        super().__init__(daemon=True)
-        self._work = work
-        self._value: T | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._value = self._work()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._value)
-
-
-def run_in_thread(work: Callable[[], T], give_up: Callable[[], object] | None = None) -> T:
-    """Returns or raises what ``work`` does; runs it in a separate thread if this is the main thread.
-
-    Ctrl-C then interrupts the thread that waits, never one that holds a lock. Python raises KeyboardInterrupt between
-    any two bytecodes of the main thread, and paramiko acquires its locks without context managers. On Ctrl-C
-    ``give_up`` is called, also in a thread; the work has two seconds to end and is then abandoned.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return work()
-    task = _Task(work)
-    task.start()
-    try:
-        task.join()
-    except BaseException:
-        if give_up is not None:
-            closing = _Task(give_up)
-            closing.start()
-            closing.join(_GRACE_S)
-            task.join(_GRACE_S)
-        raise
-    return task.result()
-
-
-_TICK_S: Final = 0.2
-_MARGIN_S: Final = 2
-_GONE: Final = (EOFError, OSError, paramiko.SSHException)
-
-
-class OverdueError(Exception):
-    """A command exceeded its time limit."""
-
-
-class Sender(threading.Thread):
-    """Sends the chunks as fast as the remote side reads them; keeps an error of their source for the caller.
-
-    Then it closes the channel's input, unless that is kept ``open``.
-    """
-
-    def __init__(self, channel: Any, chunks: Iterable[bytes], progress: Progress | None, *, open: bool) -> None:
-        super().__init__(daemon=True)
-        self._channel, self._chunks, self._progress, self._open = channel, chunks, progress, open
-        self.failure: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            for chunk in self._chunks:
-                try:
-                    # In pieces: paramiko copies the rest of its argument for every packet.
-                    for start in range(0, len(chunk), CHUNK):
-                        self._channel.sendall(chunk[start : start + CHUNK])
-                except _GONE:
-                    return  # the command or the connection has ended: the reader finds out which
-                if self._progress is not None:
-                    self._progress(len(chunk))
-            if not self._open:
-                with suppress(OSError, EOFError):
-                    self._channel.shutdown_write()
-        except BaseException as error:
-            self.failure = error
-            _signal(self._channel, "TERM")  # before its input closes: it must not mistake a part for the whole
-            close(self._channel)
-
-
-def limited(command: Command, timeout: float | None, keep: float = 0) -> str:
-    """Returns the command line, wrapped in a remote time limit if there is one; it includes the time for ``keep``.
-
-    The limit holds even if this side is gone: sshd does not end a command when its channel closes, and signals none for
-    root.
-    """
-    if timeout is None:
-        return command.render()
-    limit = Command.of("timeout", "-k", "5", str(math.ceil(timeout + keep) + _MARGIN_S))
-    if not command.env and command.cwd is None:  # a shell more is a process more
-        return limit.extended(command.argv).render()
-    return limit.extended(("sh", "-c", command.render())).render()
-
-
-class _Bell:
-    """An event for both of paramiko's buffers. Neither may clear it, which would hide the other's data."""
-
-    def __init__(self) -> None:
-        self.rung = threading.Event()
-
-    def set(self) -> None:
-        self.rung.set()
-
-    def clear(self) -> None:
-        pass
-
-
-def read_all(channel: Any, sink: Sink, deadline: float | None, until: Callable[[], bool] = lambda: False) -> bytes:
-    """Reads stdout into ``sink`` and returns stderr, to the end or ``until`` this. Raises OverdueError after the
-    deadline.
-    """
-    errors, bell = bytearray(), _Bell()
-    # Not its fileno(): paramiko closes that under its own writer, which ends the connection.
-    channel.in_buffer.set_event(bell)
-    channel.in_stderr_buffer.set_event(bell)
-    while True:
-        bell.rung.clear()
-        # Checked first: data that arrived before the end is read after this check.
-        ended = channel.eof_received or channel.closed
-        if channel.recv_ready():
-            _take(channel, sink)
-        elif channel.recv_stderr_ready():
-            errors += received(channel.recv_stderr)
-        elif until() or (ended and channel.status_event.wait(_TICK_S)):
-            return bytes(errors)
-        elif not ended:
-            bell.rung.wait(_TICK_S)
-        if deadline is not None and time.monotonic() > deadline:
-            raise OverdueError
-
-
-def _take(channel: Any, sink: Sink) -> None:
-    try:
-        sink(received(channel.recv))
-    except BaseException:
-        _signal(channel, "TERM")  # nothing reads its further output
-        raise
-
-
-def received(read: Callable[[int], bytes]) -> bytes:
-    """Returns the data of a channel's ``recv`` or ``recv_stderr``; empty if the connection is lost, which the channel's
-    end reports.
-
-    Both calls also send a window adjustment, and raise if it cannot be sent.
-    """
-    try:
-        return read(CHUNK)
-    except _GONE:
-        return b""
-
-
-def close(channel: Any) -> None:
-    """Closes a channel, even if the remote side is gone."""
-    with suppress(*_GONE):
-        channel.close()
-
-
-def _signal(channel: Any, name: str) -> None:
-    """Asks sshd to signal the command (RFC 4254, 6.9): closing the channel alone would leave it running."""
-    message = paramiko.Message()
-    message.add_byte(cMSG_CHANNEL_REQUEST)
-    message.add_int(channel.remote_chanid)
-    message.add_string("signal")
-    message.add_boolean(False)
-    message.add_string(name)
-    with suppress(Exception):  # it has ended, or its sshd does not support signals
-        channel.transport._send_user_message(message)
+_FORCED: Final = """\
+Host *
+  BatchMode no
+  ConnectTimeout {timeout}
+  ConnectionAttempts 1
+  ControlMaster auto
+  StrictHostKeyChecking yes
+  UpdateHostKeys no
+  LogLevel INFO
+  VisualHostKey no
+  RequestTTY no
+  RemoteCommand none
+  SessionType default
+  StdinNull no
+  ForkAfterAuthentication no
+  PermitLocalCommand no
+  ForwardX11 no
+  ClearAllForwardings yes
+Include {config}
+Host *
+  ControlPath "{folder}/{key}-%C"
+  ControlPersist 60
+  ServerAliveInterval 15
+  ServerAliveCountMax 4
+"""
+"""ssh takes the first value of an option: what must be so, what the user has, what holds otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A shell that waits for the next command, until its time limit."""
+class Login:
+    """How to log in to one host: the cluster's ssh settings. None leaves a field to the user's ssh configuration."""
 
-    channel: Any
-    until: float
-    pid: str = ""
-    """Of the process that ends it and what it runs."""
+    address: str
+    user: str | None = None
+    port: int | None = None
+    identity_file: str | None = None
+    config_file: str | None = None
+    connect_timeout: float = 10.0
+
+    def argv(self, *options: str) -> list[str]:
+        """Returns ssh's command line up to the host, before the command. Raises if a file that it names is missing."""
+        argv = ["ssh", "-F", str(self._config()), *(word for option in options for word in ("-o", option))]
+        if self.user is not None:
+            argv += ["-l", self.user]
+        if self.port is not None:
+            argv += ["-p", str(self.port)]
+        if self.identity_file is not None:
+            argv += ["-i", _existing(self.identity_file, "ssh.identity_file")]
+        return [*argv, "--", self.address]
+
+    def _config(self) -> Path:
+        """Writes the configuration: the user's own between what must be and what is the default."""
+        own = "~/.ssh/config /etc/ssh/ssh_config"
+        if self.config_file is not None:
+            own = f'"{_existing(self.config_file, "ssh.config_file")}"'
+        folder = control_folder()
+        # Another key or another configuration is another connection.
+        key = hashlib.sha256(repr((self.identity_file, self.config_file)).encode()).hexdigest()[:8]
+        text = _FORCED.format(timeout=max(1, round(self.connect_timeout)), config=own, folder=folder, key=key)
+        path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.conf"
+        if not path.exists():
+            write_atomic(path, text.encode())
+        return path
+
+    def target(self) -> Target:
+        """Returns what ssh makes of it, for messages. Raises :class:`ClusterError` where ssh takes too long to say."""
+        argv = [self.argv()[0], "-G", *self.argv()[1:]]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=_SHORT_S, check=False)
+        except subprocess.TimeoutExpired:
+            got, todo = f"no answer within {_SHORT_S:g} s", "see what its `Match exec` runs"
+            raise ClusterError(Problem(self.address, "ssh does not read its configuration", got, todo)) from None
+        return Target.parse(done.stdout, self.address)
 
 
 class SshHost(Host):
     """One host; user, port, keys, jump hosts and known hosts come from the ssh configuration unless given."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        address: str | None = None,
-        user: str | None = None,
-        port: int | None = None,
-        identity_file: str | None = None,
-        config_file: str | None = None,
-        connect_timeout: float = 10.0,
-        retries: int = 4,
-        look_up: Callable[[], Target] | None = None,
-    ) -> None:
-        """``look_up`` returns the target that ssh would use, if that is asked elsewhere."""
-        self.name, self.address = name, address or name
-        wanted = Wanted(user, port, identity_file, config_file)
-        look_up = look_up or partial(resolve, name, self.address, wanted)
-        self._first: Callable[[], Connection] | None = None
-        self.connector = ssh_connection.Connector(name, look_up, config_file, connect_timeout, retries)
-        self._timeout = connect_timeout
-        self._lock = threading.Lock()
-        self._connections: tuple[Connection, ...] = ()
-        self._kept: list[_Kept] = []
+    def __init__(self, name: str, login: Login, retries: int = 4) -> None:
+        super().__init__(name)
+        self._login, self._retries = login, retries
+        self._first = threading.Lock()
+        self._connected = False
 
-    def _carry_out(
+    def start(
         self,
         command: Command,
-        chunks: Iterable[bytes],
-        progress: Progress | None,
         sink: Sink,
-        timeout: float | None,
-        keep: float = 0,
-    ) -> Completed:
-        kept = self._take_kept(timeout)
-        if kept is not None:
-            script = next_script(command, last=not keep, has_input=chunks != ())
-            chunks = (script, *chunks) if isinstance(chunks, tuple) else itertools.chain((script,), chunks)
-        else:
-            # The time limit covers the command; connecting has its own.
-            channel = run_in_thread(lambda: self._start(command, limited(command, timeout, keep)))
-            kept = _Kept(channel, time.monotonic() + (timeout or 0) + keep)
-        channel, end = kept.channel, bytearray()
-        sender = Sender(channel, chunks, progress, open=bool(keep))
-        brief = isinstance(chunks, tuple) and sum(map(len, chunks)) <= CHUNK
+        timeout: float | None = None,
+        *,
+        has_input: bool = True,
+        merged: bool = False,
+    ) -> Process:
+        def begin() -> _SshProcess:
+            marks = Marks(secrets.token_hex(8), sink)
+            line = script_line(marks.script(command, timeout, merged=merged))
+            return self._begun(lambda: _SshProcess(self, command, line, marks, has_input=has_input))
 
-        def take(part: bytes) -> None:
-            sink(part)
-            if keep:
-                end[:] = (end + part)[-KEPT_BYTES:]
+        if self._connected:
+            return begin()
+        with self._first:  # one login a host: the others share its connection
+            process = begin()
+            self._connected = True
+            return process
 
-        def talk() -> bytes:
-            if brief:  # most commands: no thread for what no host leaves unread for long
-                sender.run()
-            else:
-                sender.start()
-            deadline = None if timeout is None else time.monotonic() + timeout
-            try:
-                errors = read_all(channel, take, deadline, lambda: KEPT.search(end) is not None)
-            except OverdueError:
-                assert timeout is not None
-                self._end_kept(kept, command)
-                raise ClusterError(timed_out(self.name, command, timeout)) from None
-            finally:
-                if KEPT.search(end) is None:
-                    close(channel)
-            if sender.ident is not None:
-                sender.join()
-            return errors
+    def at_terminal(self, command: Command) -> int:
+        """As :meth:`Host.at_terminal`. ssh passes the terminal on, its size and its signals too."""
+        line = script_line(f"exec {command.render()}")
+        return subprocess.call(self.ssh(line, "RequestTTY=force", "LogLevel=ERROR"))
 
-        errors = run_in_thread(talk, lambda: close(channel))
-        if sender.failure is not None:
-            raise sender.failure
-        if found := KEPT.search(end):
-            self._kept.append(replace(kept, pid=found[1].decode()))
-            return completed(command, 0, errors)
-        return completed(command, self.exit_code_of(channel, command), errors)
+    def rsh(self, command: Command) -> str:
+        mark = secrets.token_hex(8)
+        ssh = shlex.join(self.ssh(script_line(f'echo {mark}; exec {command.render()} "$@"')))
+        # What a start-up file prints comes before the mark. sh reads no byte more than the line.
+        return f'{ssh} "$@" | {{ while read -r line; do case $line in *{mark}) exec cat;; esac; done; }}'
 
-    def _take_kept(self, timeout: float | None) -> _Kept | None:
-        """Returns the shell that is kept for the next command, if it waits long enough for one with this time limit."""
-        if timeout is None:
-            return None
-        try:
-            kept = self._kept.pop()
-        except IndexError:
-            return None
-        if kept.channel.closed or kept.channel.eof_received or time.monotonic() + timeout > kept.until:
-            run_in_thread(lambda: close(kept.channel))
-            return None
-        return kept
-
-    def _end_kept(self, kept: _Kept, command: Command) -> None:
-        """Ends a shell whose own time limit is longer than that of the command in it."""
-        if kept.pid:
-            with suppress(ClusterError):
-                self._start(command, Command.of("kill", kept.pid).render())
-
-    def connects_first_by(self, connect: Callable[[], Connection]) -> None:
-        """Has the first connection come from somebody who may have opened it already."""
-        self._first = connect
-
-    def stream(self, command: Command) -> Stream:
-        def start() -> Any:
-            channel = self._start(command, command.render(), merged=True)
-            channel.shutdown_write()
-            return channel
-
-        return _SshStream(self, run_in_thread(start), command)
-
-    def close(self) -> None:
-        # Takes no lock: its holder may be waiting for this connection.
-        for connection in self._connections:
-            run_in_thread(lambda connection=connection: ssh_connection.close(connection))  # type: ignore[misc]
-
-    def exit_code_of(self, channel: Any, command: Command) -> int:
-        """Returns the exit code of a channel's ended command. Raises if it is unknown."""
-        code = int(channel.exit_status)
-        if code >= 0:
-            return code
-        if channel.transport.is_active():
-            raise ClusterError(killed(self.name, command))
-        raise ClusterError(lost(self.name, f"`{shortened(command)}` ran", _last_error(channel.transport)))
-
-    def _start(self, command: Command, line: str, *, merged: bool = False) -> Any:
-        full: list[Connection] = []
+    def _begun(self, start: Callable[[], "_SshProcess"]) -> "_SshProcess":
+        """Returns a process whose command has begun. Tries again where that may help; nothing was sent before."""
+        wait, attempts, asked = _FIRST_WAIT_S, 0, False
         while True:
-            connection, channel = self._open(command, full)
-            with self._named(command, connection.transport):
-                channel = channel or self._session(connection.transport)
-                if channel is not None:
-                    channel.set_combine_stderr(merged)
-                    channel.exec_command(line)
-                    return channel
-            full.append(connection)
+            attempts += 1
+            process = self._keep(start())
+            if process.begins(self._login.connect_timeout + _SHELL_S):
+                return process
+            process.end()
+            text = self._jump_hosts_text() if _BEHIND_A_JUMP in process.text else process.text
+            if is_refused_login(text) and not asked and _has_terminal():
+                asked = True
+                self._log_in_at_terminal()
+            elif not is_transient(text) or attempts > self._retries:
+                raise self._refused(process, text, attempts)
+            else:
+                # Jitter, so that connections that were dropped together do not retry together.
+                time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311
+                wait = min(2 * wait, _LONGEST_WAIT_S)
 
-    def _open(self, command: Command, full: list[Connection]) -> tuple[Connection, Any]:
-        """Returns a connection with a free channel slot, and its first channel if the connection is new."""
-        with self._lock:
-            self._connections = tuple(one for one in self._connections if one.is_connected)
-            for one in self._connections:
-                if not any(one is other for other in full):  # Fabric's connections to one host are equal
-                    return one, None
-            connect, self._first = self._first or self.connector.connect, None
-            new = connect()
-            self._connections = *self._connections, new
-            with self._named(command, new.transport):
-                channel = self._session(new.transport)
-            if channel is None:
-                ssh_connection.close(new)
-                raise ClusterError(no_session(self.name))
-            return new, channel
+    def _jump_hosts_text(self) -> str:
+        """Returns what a jump host's ssh says. Without a connection to share, its stderr is ours."""
+        done = self.short(self.ssh("exit", "ControlPath=none"), self._login.connect_timeout + _SHELL_S)
+        return done.stderr.decode(errors="replace").replace("\r", "") if done else ""
 
-    def _session(self, transport: Any) -> Any:
-        """Opens a channel. Returns None if the sshd allows no more channels on this connection."""
+    def _refused(self, process: "_SshProcess", text: str, attempts: int) -> Exception:
+        target = self._login.target()
+        if "bad configuration option" in text.lower() or "terminating, " in text:
+            first = text.strip().splitlines()[0]
+            return RequestError(Problem(self.name, "ssh cannot read its configuration", first, "fix what it names"))
+        problem = connection_problem(self.name, target, text, attempts)
+        return ClusterError(problem or start_up_problem(self.name, target, process))
+
+    def short(self, argv: list[str], seconds: float, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes] | None:
+        """Runs ssh apart from the commands; returns None if it does not end within the time."""
         try:
-            return transport.open_session(timeout=self._timeout)
-        except paramiko.SSHException as error:
-            # The second text appears if several were refused at once: paramiko keeps one reason.
-            if isinstance(error, paramiko.ChannelException) or str(error) == "Unable to open channel.":
-                return None
-            raise
+            return subprocess.run(
+                argv, input=stdin, capture_output=True, timeout=seconds, check=False, start_new_session=True
+            )
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _log_in_at_terminal(self) -> None:
+        """Logs in once as the user would: ssh asks at the terminal for a password, a code, or a touch."""
+        with _TERMINAL, suppress(subprocess.TimeoutExpired):
+            # In this session: /dev/tty is where ssh asks. Its connection stays for the commands.
+            subprocess.run(
+                [*self._login.argv(), "exit"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                timeout=_TERMINAL_S, check=False,
+            )  # fmt: skip
 
     @contextmanager
-    def _named(self, command: Command, transport: Any) -> Iterator[None]:
-        """Converts connection errors into the error of the command that was about to start."""
+    def forwarded(self, port: int) -> Iterator[int]:
+        """As :meth:`Host.forwarded`, by the shared connection. Raises :class:`ClusterError` where that cannot be.
+
+        The user's own forwards have no part in it: of the configuration only the ControlPath is used.
+        """
+        path = self._login.target().control_path
+        if path in ("", "none"):
+            todo = "leave ControlPath out of the ssh configuration"
+            raise ClusterError(Problem(self.name, _NO_FORWARD, "its commands share no connection", todo))
+        forward = ("-S", path.replace("%", "%%"), "-R", f"127.0.0.1:0:127.0.0.1:{port}", "--", self._login.address)
+
+        def control(verb: str) -> subprocess.CompletedProcess[bytes] | None:
+            return self.short(["ssh", "-F", "none", "-O", verb, *forward], _SHORT_S)
+
+        done = control("forward")
+        if done is not None and b"ontrol socket" in done.stderr:  # nobody is logged in
+            self.run(Command.of("true")).checked(self.name)
+            done = control("forward")
+        if done is None or not done.stdout.strip().isdigit():
+            text = "" if done is None else done.stderr.decode(errors="replace").strip()
+            got = text.replace("\r", "").split("\n")[0].rpartition("failed: ")[2] or f"no answer within {_SHORT_S:g} s"
+            raise ClusterError(Problem(self.name, _NO_FORWARD, got, "allow it in its sshd_config (AllowTcpForwarding)"))
         try:
-            yield
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            reason = str(error) or _last_error(transport)
-            raise ClusterError(lost(self.name, f"`{shortened(command)}` was started", reason)) from None
-
-
-class _SshStream:
-    def __init__(self, host: SshHost, channel: Any, command: Command) -> None:
-        self.exit_code = -1
-        self._host, self._channel, self._command = host, channel, command
-
-    def __iter__(self) -> Iterator[bytes]:
-        channel = self._channel
-        try:
-            while part := run_in_thread(lambda: received(channel.recv), self.close):
-                yield part
-            run_in_thread(channel.status_event.wait, self.close)
+            yield int(done.stdout)
         finally:
-            self.close()
-        self.exit_code = self._host.exit_code_of(self._channel, self._command)
+            control("cancel")
 
-    def close(self) -> None:
-        run_in_thread(lambda: close(self._channel))
+    def forget(self) -> None:
+        """Has the next command log in anew, where the shared connection no longer answers."""
+        self._connected = False
+        argv = self._login.argv("BatchMode=yes")
+        self.short([argv[0], "-O", "stop", *argv[1:]], _SHORT_S)
+
+    def ssh(self, line: str, *options: str) -> list[str]:
+        """Returns the local argv that runs a shell line on the host."""
+        return [*self._login.argv("BatchMode=yes", *options), line]
 
 
-def _last_error(transport: Any) -> str:
-    error = transport.saved_exception
-    return str(error) or type(error).__name__ if error is not None else "it was closed by the other side"
+class _SshProcess(Process):
+    """The ssh client of one command. Its output begins after a mark, and its exit code comes with another."""
+
+    def __init__(self, host: SshHost, command: Command, line: str, marks: Marks, *, has_input: bool) -> None:
+        self._host, self._command, self._marks = host, command, marks
+        try:
+            # No questions: neither at the terminal, whose session this is not, nor in a window.
+            super().__init__(host.ssh(line), marks, env={"SSH_ASKPASS_REQUIRE": "never"}, cwd="/", has_input=has_input)
+        except FileNotFoundError:
+            todo = "install OpenSSH's client (openssh-client)"
+            raise ClusterError(Problem("this machine", "has no ssh", "no ssh on PATH", todo)) from None
+
+    @property
+    def text(self) -> str:
+        """What ssh, and the login shell, have said instead of the mark."""
+        return self._marks.before(super().stderr).decode(errors="replace").replace("\r", "")
+
+    @property
+    def noise(self) -> str:
+        """What came on stdout instead of the mark."""
+        return self._marks.noise.decode(errors="replace")
+
+    @property
+    def stderr(self) -> bytes:
+        return self._marks.errors(super().stderr)
+
+    def begins(self, seconds: float) -> bool:
+        """Waits until the command has begun; returns False if ssh ends before, or has not begun it within the time."""
+        deadline = time.monotonic() + seconds
+        while not self._marks.begun.wait(0 if self.has_ended() else 0.02):
+            if self.has_ended():
+                with suppress(OverdueError):
+                    super().wait(time.monotonic() + _SHORT_S)
+                return self._marks.begun.is_set()
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def wait(self, deadline: float | None = None) -> int:
+        super().wait(deadline)
+        if (code := self._marks.exit_code(super().stderr)) is not None:
+            return code
+        if not self._is_ended:  # else the connection is whole
+            self._host.forget()
+        text = self._marks.errors(super().stderr).decode(errors="replace").strip().splitlines()
+        what, todo = f"the connection was lost while `{shortened(self._command)}` ran", "check whether the host is up"
+        got = text[-1] if text else "it was closed by the other side"
+        raise ClusterError(Problem(self._host.name, what, got, f"{todo}, then try again"))
+
+    def abort(self) -> None:
+        """Ends the command on the host before its input closes: ssh passes no signal on."""
+        line = script_line(self._marks.kill_script())
+        self._host.short(self._host.ssh(line), _SHORT_S)
+        super().abort()
+
+
+def start_up_problem(name: str, target: Target, process: _SshProcess) -> Problem:
+    """Returns the problem of a login whose shell does not run a command: a start-up file has another idea."""
+    said = [line for line in (process.noise + process.text).splitlines() if line.strip()]
+    what = "its login shell ends or waits before it runs a command"
+    todo = f"look at what {_START_UP} does without a terminal: `{target.by_hand} true` must end at once"
+    return Problem(name, what, said[-1].strip() if said else "no output", todo)
+
+
+def control_folder() -> Path:
+    """Returns the folder of ssh's control sockets, which only this user may enter. Its path is short, as theirs are."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(runtime, "tridock") if runtime and os.access(runtime, os.W_OK) else None
+    # A socket's path has at most 107 bytes, of which ssh needs 67; TMPDIR may be a long one.
+    folder = folder or Path("/tmp", f"tridock-{os.getuid()}")  # noqa: S108 - it is checked below
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        what, got = "belongs to others, or lets them in", f"mode {stat.filemode(found.st_mode)}, uid {found.st_uid}"
+        raise RequestError(Problem(str(folder), what, got, f"remove it: rm -rf {shlex.quote(str(folder))}"))
+    return folder
+
+
+def _has_terminal() -> bool:
+    """Whether this process can be asked something: it is in the foreground of a terminal."""
+    try:
+        with Path("/dev/tty").open("rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _existing(path: str, field: str) -> str:
+    full = Path(path).expanduser()
+    if not full.is_file():
+        raise RequestError(Problem(field, "names a file that does not exist", str(full), "correct the path"))
+    return str(full)

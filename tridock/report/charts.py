@@ -1,8 +1,5 @@
 """The charts of a report, one for each quantity that at least one run has logged, and the loss curve of one run."""
 
-import io
-import itertools
-import shlex
 import statistics
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +10,11 @@ from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event
-from tridock.contracts.records import Record, check_run, read_metrics
 from tridock.errors import Problem, RequestError
-from tridock.experiment import is_command, load_command, load_experiment
 from tridock.report.columns import Curve
-from tridock.report.drawing import Bars, Line, Mark, as_png, as_svg, draw_bars, draw_lines, new_figure
+from tridock.report.drawing import Bars, Line, Mark, as_png, as_svg, draw_bars, draw_lines
 from tridock.report.markup import one_line
 from tridock.report.subject import Subject, gpu_limit, planned_memory_by_rank
-from tridock.report.summary import summarize
 from tridock.report.theme import BAD, SERIES, SOFT, series_colour
 
 _MOST_PHASES: Final = 20
@@ -65,6 +59,7 @@ _QUANTITIES: Final = (
     _Quantity("samples_per_second", "throughput-samples", "Throughput in samples", "samples/s", " samples/s"),
     _Quantity("tflops", "tflops", "Throughput per GPU, as logged", "TFLOP/s", " TFLOP/s"),
     _Quantity("step_time_s", "step-time", "Step time", "seconds", " s"),
+    _Quantity("loss_scale", "loss-scale", "Loss scale", "loss scale", measured=False),
 )
 
 
@@ -72,18 +67,19 @@ def charts(subjects: Sequence[Subject]) -> Iterator[Chart]:
     """Yields the charts in the order of the page. None of them is empty."""
     yield from _loss(subjects)
     for quantity in _QUANTITIES:
-        # Samples are drawn only for subjects without tokens.
-        drawn = [it for it in subjects if quantity.column != "samples_per_second" or not _has(it, "tokens_per_second")]
-        yield from _over_iterations(drawn, subjects, quantity)
-    yield from _loss_scale(subjects)
+        yield from _over_iterations(subjects, quantity)
     yield from _phases(subjects)
     yield from _occasions(subjects)
     for number, subject in enumerate(subjects):
         yield from _memory(subject, number, several=len(subjects) > 1)
 
 
-def _has(subject: Subject, column: str) -> bool:
-    return bool(subject.columns.curve(column).finite)
+def _is_drawn(subject: Subject, column: str) -> bool:
+    """Whether a column has values: samples only of a subject without tokens, the loss scale if it changes (fp16)."""
+    values = subject.columns.curve(column).finite
+    if column == "samples_per_second" and _is_drawn(subject, "tokens_per_second"):
+        return False
+    return len({*values}) > (column == "loss_scale")
 
 
 def _loss(subjects: Sequence[Subject]) -> Iterator[Chart]:
@@ -117,20 +113,16 @@ def _marks(subject: Subject) -> list[Mark]:
         (Event.CHECKPOINT_SAVED, "checkpoint", True),
         (Event.CHECKPOINT_LOADED, "resumed from a checkpoint", False),
     ):
-        at = [it["iteration"] for it in subject.events if it.get("event") == event and _is_number(it.get("iteration"))]
+        at = [it["iteration"] for it in subject.events if it.get("event") == event and it.get("iteration") is not None]
         if at:
             found.append(Mark(name, at, SOFT if below else SERIES[3], below))
     return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _over_iterations(drawn: Sequence[Subject], subjects: Sequence[Subject], quantity: _Quantity) -> Iterator[Chart]:
+def _over_iterations(subjects: Sequence[Subject], quantity: _Quantity) -> Iterator[Chart]:
     lines: list[Line] = []
     for number, subject in enumerate(subjects):
-        if any(subject is it for it in drawn) and _has(subject, quantity.column):
+        if _is_drawn(subject, quantity.column):
             curve = subject.columns.curve(quantity.column).without_gaps()
             wide = len(subjects) > 1 and not lines
             lines.append(Line(subject.name, curve, series_colour(number), wide=wide))
@@ -150,29 +142,23 @@ def _caption(lines: Sequence[Line], quantity: _Quantity, subjects: int) -> str:
     return f"{word}: " + "; ".join(f"{one_line(line.name)} {value(line)}" for line in lines[:8]) + "."
 
 
-def _loss_scale(subjects: Sequence[Subject]) -> Iterator[Chart]:
-    """Yields the chart of the loss scale if it changes, as in fp16."""
-    quantity = _Quantity("loss_scale", "loss-scale", "Loss scale", "loss scale", measured=False)
-    changing = [it for it in subjects if len(set(it.columns.curve("loss_scale").finite)) > 1]
-    yield from _over_iterations(changing, subjects, quantity)
-
-
 def _phases(subjects: Sequence[Subject]) -> Iterator[Chart]:
-    medians = {number: _phase_medians(subject) for number, subject in enumerate(subjects)}
-    totals: dict[str, float] = {}
-    for found in medians.values():
-        for name, time in found.items():
-            totals[name] = max(totals.get(name, 0.0), time)
-    names = sorted(totals, key=totals.__getitem__, reverse=True)[:_MOST_PHASES]
-    if not names:
-        return
-    bars = [
-        Bars(subjects[number].name, [_in_ms(found.get(name)) for name in names], series_colour(number))
-        for number, found in medians.items()
-        if found
+    medians = [{name: 1000 * time for name, time in _phase_medians(subject).items()} for subject in subjects]
+    known = dict.fromkeys(name for found in medians for name in found)
+    longest = sorted(known, key=lambda name: max(found.get(name, 0.0) for found in medians), reverse=True)
+    names = longest[:_MOST_PHASES]
+    if names:
+        omitted = f" The {len(longest) - len(names)} shortest are not shown." if longest[_MOST_PHASES:] else ""
+        figure = draw_bars(names, _bars(subjects, medians, names), "ms")
+        yield Chart("phases", "Step time by phase", _phase_caption(subjects) + omitted, figure)
+
+
+def _bars(subjects: Sequence[Subject], found: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[Bars]:
+    """Returns the bars of the subjects that have values, which ``found`` has by name for each subject."""
+    each = enumerate(zip(subjects, found, strict=True))
+    return [
+        Bars(it.name, [own.get(name) for name in names], series_colour(number)) for number, (it, own) in each if own
     ]
-    omitted = f" The {len(totals) - len(names)} shortest are not shown." if len(totals) > len(names) else ""
-    yield Chart("phases", "Step time by phase", _phase_caption(subjects) + omitted, draw_bars(names, bars, "ms"))
 
 
 def _phase_caption(subjects: Sequence[Subject]) -> str:
@@ -200,19 +186,10 @@ def _occasions(subjects: Sequence[Subject]) -> Iterator[Chart]:
     names = sorted({name for subject in subjects for name in subject.occasions})
     if not names:
         return
-    bars = [
-        Bars(
-            it.name, [statistics.median(it.occasions[name]) if name in it.occasions else None for name in names], colour
-        )
-        for it, colour in ((subject, series_colour(number)) for number, subject in enumerate(subjects))
-        if it.occasions
-    ]
+    medians = [{name: statistics.median(times) for name, times in it.occasions.items()} for it in subjects]
     caption = "Median time for which training paused, not part of the step time."
-    yield Chart("between-steps", "Between steps", caption, draw_bars(names, bars, "seconds"))
-
-
-def _in_ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000
+    figure = draw_bars(names, _bars(subjects, medians, names), "seconds")
+    yield Chart("between-steps", "Between steps", caption, figure)
 
 
 def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
@@ -259,82 +236,12 @@ def _limit(name: str, value: float, colour: str, style: str) -> Line:
     return Line(name, Curve(array("d", [0.0]), array("d", [value])), colour, style)
 
 
-_TRAIN, _VALID, _TEST = "#1f5fa8", "#d9662b", "#2e8b57"
-_MANY = 150
-"""From this many logged iterations on, the curve is a running mean."""
-
-
-def _points(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """Returns the iterations that have a loss, with their losses."""
-    return [(record["iteration"], record["loss"]) for record in records if record.get("loss") is not None]
-
-
-def plot_loss(folder: Path, png: Path) -> None:
-    """Draws the training, validation and test loss of a run to the file ``png``.
-
-    Raises :class:`RequestError` if the folder is not a run folder, or has no logged iteration yet.
-    """
-    check_run(folder)
-    iterations, evaluations = read_metrics(folder)
-    points = _points(iterations)
-    if not points:
-        where = str(folder / run_folder.METRICS)
-        todo = "wait for the first logged iteration, or see the run's logs"
-        raise RequestError(Problem(where, "has no loss", "no logged iteration", todo))
-
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure((8, 4.8))
-    axes = figure.add_subplot()
-    steps, losses = [step for step, _ in points], [loss for _, loss in points]
-    if len(points) >= _MANY:
-        axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, running_mean(losses, len(losses) // 30), color=_TRAIN, linewidth=2, label="training (mean)")
-    else:
-        axes.plot(steps, losses, color=_TRAIN, linewidth=2, label="training")
-    if valid := _points(evaluations.get("valid", [])):
-        axes.plot(*zip(*valid, strict=True), "o-", color=_VALID, label="validation")
-    if test := _points(evaluations.get("test", [])):
-        axes.plot(*test[-1], "D", color=_TEST, label="test")
-    name, subtitle, unit = _titles(folder)
-    axes.set_title(
-        f"{name}: loss {losses[0]:.2f} to {losses[-1]:.2f}",
-        loc="left",
-        fontsize=14,
-        fontweight="bold",
-        pad=24,
-    )
-    axes.text(0.0, 1.025, subtitle, transform=axes.transAxes, fontsize=9, color="#555555")
-    axes.set_xlabel("iteration")
-    axes.set_ylabel(unit)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(color="#dddddd", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    run_folder.write_atomic(png, buffer.getvalue())
-
-
-def _titles(folder: Path) -> tuple[str, str, str]:
-    """Returns a run's name, a line with its model and number of ranks, and the label of its loss."""
-    path = folder / run_folder.EXPERIMENT
-    if is_command(path):
-        command = load_command(path)
-        return command.name, shlex.join(command.command)[:100], "loss, as the program prints it"
-    summary = summarize(folder)
-    ranks = f"{summary.ranks} ranks" if summary.ranks else ""
-    subtitle = ", ".join(part for part in (summary.model, summary.layout, ranks) if part)
-    return load_experiment(path).name, subtitle, "cross-entropy (nats per token)"
-
-
-def running_mean(values: list[float], width: int) -> list[float]:
-    """Returns the mean of the ``width`` values around each value (an odd number; fewer at both ends)."""
-    reach = width // 2
-    sums = [0.0, *itertools.accumulate(values)]
-    means = []
-    for place in range(len(values)):
-        near = min(reach, place, len(values) - 1 - place)
-        means.append((sums[place + near + 1] - sums[place - near]) / (2 * near + 1))
-    return means
+def plot_loss(subject: Subject, png: Path) -> None:
+    """Draws the page's chart of a run's losses to the file ``png``. Raises :class:`RequestError` without a loss."""
+    for chart in _loss([subject]):
+        chart.figure.suptitle(one_line(subject.name), fontsize=11, parse_math=False)
+        run_folder.write_atomic(png, chart.png)
+        return
+    where = str(Path(subject.source) / run_folder.METRICS)
+    todo = "wait for the first logged iteration, or see the run's logs"
+    raise RequestError(Problem(where, "has no loss", "no logged iteration", todo))

@@ -13,6 +13,11 @@ DRAWN: Final = 1200
 """Points drawn per curve at most: about the width of a chart in pixels."""
 
 
+def number_of(value: object) -> float:
+    """Returns a record's value as a number: NaN for anything else."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Values at ascending iterations; a value may be NaN."""

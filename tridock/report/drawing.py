@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from tridock.report.columns import Curve
@@ -60,6 +59,8 @@ class Bars:
     name: str
     values: Sequence[float | None]
     colour: str
+    ranges: Sequence[tuple[float, float]] = ()
+    """The least and the greatest value of each category, if its value is a median."""
 
 
 def draw_lines(
@@ -68,7 +69,8 @@ def draw_lines(
     """Returns a matplotlib figure of curves over integers, thinned to the resolution of a screen."""
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _canvas(_SIZE)
+    figure = new_figure(_SIZE)
+    axes = figure.add_subplot()
     handles: list[tuple[Any, str]] = []
     for line in lines:
         curve = line.curve.thinned()
@@ -94,7 +96,7 @@ def draw_lines(
     axes.set_xlabel(over)
     _finish(axes, unit)
     if _entries_across(handles) < _MOST_ENTRIES:  # inside the axes, long names would cover the curves
-        _legend_below(figure, handles)
+        legend_below(figure, handles)
     elif len(handles) > 1:
         _name(axes.legend(*_numbered(handles), **_LEGEND), handles)
     return figure
@@ -106,13 +108,19 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
     Each of ``limits`` is a vertical line at its first y.
     """
     height = max(1.6, 0.9 + 0.24 * len(categories) * max(1, len(bars)) ** 0.7)
-    figure, axes = _canvas((_SIZE[0], height))
+    figure = new_figure((_SIZE[0], height))
+    axes = figure.add_subplot()
     handles: list[tuple[Any, str]] = []
     thick = 0.8 / max(1, len(bars))
     for number, bar in enumerate(bars):
         present = [(place, value) for place, value in enumerate(bar.values) if value is not None]
         centres = [place - 0.4 + thick * (number + 0.5) for place, _ in present]
-        drawn = axes.barh(centres, [value for _, value in present], height=0.9 * thick, color=bar.colour)
+        values = [value for _, value in present]
+        drawn = axes.barh(centres, values, height=0.9 * thick, color=bar.colour)
+        if bar.ranges:
+            errors = [[value - bar.ranges[place][0] for place, value in present],
+                      [bar.ranges[place][1] - value for place, value in present]]  # fmt: skip
+            axes.errorbar(values, centres, xerr=errors, fmt="none", color=INK, capsize=3)
         handles.append((drawn, bar.name))
     for limit in limits:
         handles.append((axes.axvline(limit.curve.y[0], color=limit.colour, linestyle=limit.style), limit.name))
@@ -124,7 +132,7 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
     axes.set_xlim(left=0)
     axes.set_xlabel(unit)
     _finish(axes, "", grid="x")
-    _legend_below(figure, handles)
+    legend_below(figure, handles)
     return figure
 
 
@@ -166,11 +174,6 @@ def new_figure(size: tuple[float, float], layout: Any = "constrained") -> Any:
     return figure
 
 
-def _canvas(size: tuple[float, float]) -> tuple[Any, Any]:
-    figure = new_figure(size)
-    return figure, figure.add_subplot()
-
-
 def _finish(axes: Any, unit: str, grid: str = "both") -> None:
     axes.set_ylabel(unit, color=SOFT)
     axes.xaxis.label.set_color(SOFT)
@@ -191,7 +194,7 @@ def _entries_across(handles: Sequence[tuple[Any, str]]) -> int:
     return min(_MOST_ENTRIES, max(1, _ENTRIES_WIDTH // (longest + _ENTRY_SIGNS)))
 
 
-def _legend_below(figure: Any, handles: Sequence[tuple[Any, str]]) -> None:
+def legend_below(figure: Any, handles: Sequence[tuple[Any, str]]) -> None:
     """Adds a legend of several entries below the axes, which keep their height."""
     if len(handles) > 1:
         across = _entries_across(handles)
@@ -209,58 +212,3 @@ def _name(legend: Any, handles: Sequence[tuple[Any, str]]) -> None:
 def _spans_magnitudes(lines: Sequence[Line]) -> bool:
     values = [value for line in lines for value in line.curve.thinned().y if math.isfinite(value)]
     return bool(values) and min(values) > 0 and max(values) / min(values) > _MAGNITUDES
-
-
-_LABEL_WIDTH: Final = 0.1
-"""Width of a bar's label, as a share of the longest bar."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A value with its name; of a median also the ``least`` and ``greatest`` value."""
-
-    name: str
-    value: float
-    least: float | None = None
-    greatest: float | None = None
-    expected: float | None = None
-    """The expected value, a line across the bar."""
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """How far the range reaches below and above the value."""
-        least = self.value if self.least is None else self.least
-        greatest = self.value if self.greatest is None else self.greatest
-        return self.value - least, greatest - self.value
-
-
-def _label(value: float) -> str:
-    return f"{value:,.3g}" if value < 1000.0 else f"{value:,.0f}"
-
-
-def plot_bars(path: Path, title: str, unit: str, bars: Sequence[Bar], expected: str = "expected") -> None:
-    """Draws horizontal bars to the PNG file ``path``; ``expected`` is the legend of the expected values."""
-    figure, axes = _canvas((8.0, 1.2 + 0.38 * len(bars)))
-    places = range(len(bars))
-    drawn = axes.barh(places, [bar.value for bar in bars], color="#4878a8", height=0.62)
-    ranged = [(place, bar) for place, bar in zip(places, bars, strict=True) if any(bar.spread)]
-    if ranged:
-        errors = list(zip(*(bar.spread for _, bar in ranged), strict=True))
-        values = [bar.value for _, bar in ranged]
-        axes.errorbar(values, [place for place, _ in ranged], xerr=errors, fmt="none", color="black", capsize=3)
-    lines = [(place, bar.expected) for place, bar in zip(places, bars, strict=True) if bar.expected is not None]
-    if lines:
-        low, high = [place - 0.38 for place, _ in lines], [place + 0.38 for place, _ in lines]
-        axes.vlines([value for _, value in lines], low, high, color="#c04830", linewidth=2.0, label=expected)
-        figure.legend(loc="outside upper right", frameon=False)
-    shortest = _LABEL_WIDTH * max(bar.value for bar in bars)
-    # Inside the bar, away from the error bar at its end.
-    labels = [_label(bar.value) if bar.value > shortest else "" for bar in bars]
-    axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=8)
-    axes.set_yticks(places, [bar.name for bar in bars])
-    axes.invert_yaxis()
-    axes.set_xlim(left=0.0)
-    axes.set_xlabel(unit)
-    axes.set_title(title, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)

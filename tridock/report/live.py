@@ -1,35 +1,28 @@
 """Watched runs: the state of each, as data for the page and as Prometheus' metrics."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from tridock.contracts.events import Event, samples_of
+from tridock.contracts.events import FAULTS, Event, samples_of
 from tridock.contracts.node_answers import RunUpdate
 from tridock.contracts.records import Record
 from tridock.contracts.run_state import RunState
-from tridock.report.columns import Columns, Curve
+from tridock.report.columns import Columns, Curve, number_of
 
 QUANTITIES: Final = {
-    "loss": ("Loss", ""),
-    "lr": ("Learning rate", ""),
-    "grad_norm": ("Gradient norm", ""),
-    "tokens_per_second": ("Throughput", "tokens/s"),
-    "samples_per_second": ("Throughput", "samples/s"),
-    "step_time_s": ("Step time", "s"),
+    "loss": ("Loss", "", "tridock_loss"),
+    "lr": ("Learning rate", "", "tridock_learning_rate"),
+    "grad_norm": ("Gradient norm", "", "tridock_gradient_norm"),
+    "tokens_per_second": ("Throughput", "tokens/s", "tridock_tokens_per_second"),
+    "samples_per_second": ("Throughput", "samples/s", "tridock_samples_per_second"),
+    "step_time_s": ("Step time", "s", "tridock_step_time_seconds"),
 }
-"""Columns that the page draws: title and unit."""
-FAULTS: Final = (
-    *(Event.RUN_FAILED, Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST, Event.LAUNCHER_ENDED, Event.HEAD_LOST),
-    *(Event.CHECKPOINT_FAILED, Event.CHECKPOINT_REJECTED, Event.RUN_RESTARTED, Event.RUN_MOVED, Event.NOT_RESTARTED),
-    Event.TAKEN_OVER,
-)
+"""Columns that the page draws: title, unit, and the name of the last value for Prometheus."""
 _SHOWN_EVENTS: Final = 60
 _UNSHOWN: Final = ("samples", "problem", "log_bytes")
 """Fields of events that only programs need: ``reason`` repeats a problem, and samples have their own section."""
@@ -76,13 +69,13 @@ class LiveRun:
         iteration = record["iteration"]
         if "split" in record:
             columns = self.evaluations.setdefault(str(record["split"]), Columns())
-            columns.add(iteration, {"loss": _number(record.get("loss"))})
+            columns.add(iteration, {"loss": number_of(record.get("loss"))})
             return
-        self.columns.add(iteration, {name: _number(record[name]) for name in QUANTITIES if name in record})
+        self.columns.add(iteration, {name: number_of(record[name]) for name in QUANTITIES if name in record})
         if isinstance(phases := record.get("phases"), dict):
-            self.phases.add(iteration, {str(name): _number(value) for name, value in phases.items()})
+            self.phases.add(iteration, {str(name): number_of(value) for name, value in phases.items()})
         if isinstance(peaks := record.get("memory_bytes"), list):
-            self.memory = [_number(peak) for peak in peaks]
+            self.memory = [number_of(peak) for peak in peaks]
 
     def last(self, name: str) -> float | None:
         """Returns the last finite value of a column."""
@@ -124,11 +117,7 @@ class LiveRun:
             "iteration": self.columns.last,
             "restarts": self.restarts,
             "curves": {name: points for name, points in curves.items() if points},
-            "ranks": [
-                {"rank": it.rank, "node": nodes.get(it.rank), "phase": it.phase, "iteration": it.iteration,
-                 "age_s": it.age_s}
-                for it in self.ranks
-            ],
+            "ranks": [{**asdict(it), "node": nodes.get(it.rank)} for it in self.ranks],
             "phases": {name: statistics.median(found) for name, found in medians.items() if found},
             "memory": [_finite(size) for size in self.memory],
             "planned_memory": self.planned_memory,
@@ -142,10 +131,6 @@ class LiveRun:
                 event.get("iteration", 0) for event in self.events if event.get("event") == Event.RUN_RESTARTED
             ],
         }  # fmt: skip
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
 def _finite(value: float) -> float | None:
@@ -173,14 +158,8 @@ def _thinned(columns: Columns) -> Columns:
 
 # ---- Prometheus ----
 
-_GAUGES: Final = {
-    "loss": ("tridock_loss", "Loss of the last logged iteration."),
-    "lr": ("tridock_learning_rate", "Learning rate of the last logged iteration."),
-    "grad_norm": ("tridock_gradient_norm", "Gradient norm of the last logged iteration."),
-    "tokens_per_second": ("tridock_tokens_per_second", "Tokens per second of the last logged iteration."),
-    "samples_per_second": ("tridock_samples_per_second", "Samples per second of the last logged iteration."),
-    "step_time_s": ("tridock_step_time_seconds", "Duration of the last logged step."),
-}
+Samples = Iterator[tuple[float, dict[str, str]]]
+"""Values with their labels."""
 
 
 def prometheus(runs: Sequence[LiveRun]) -> str:
@@ -189,49 +168,25 @@ def prometheus(runs: Sequence[LiveRun]) -> str:
 
 
 def _metrics(runs: Sequence[LiveRun]) -> Iterator[str]:
-    yield from _family(
-        "tridock_run_state",
-        "gauge",
-        "1 for the run's state.",
-        ((1.0, {"run": run.run_id, "state": str(state)}) for run in runs for state in RunState if run.state is state),
-    )
-    yield from _family(
-        "tridock_iteration",
-        "gauge",
-        "Last logged iteration.",
-        ((float(run.columns.last), {"run": run.run_id}) for run in runs if run.columns.last is not None),
-    )
-    for column, (name, text) in _GAUGES.items():
+    states: Samples = ((1.0, {"run": run.run_id, "state": str(run.state)}) for run in runs)
+    yield from _family("tridock_run_state", "gauge", "1 for the run's state.", states)
+    last: Samples = ((run.columns.last, {"run": run.run_id}) for run in runs if run.columns.last is not None)
+    yield from _family("tridock_iteration", "gauge", "Last logged iteration.", last)
+    for column, (title, unit, name) in QUANTITIES.items():
         found = ((run, run.last(column)) for run in runs)
+        text = f"{title}{f' in {unit}' if unit else ''} of the last logged iteration."
         yield from _family(name, "gauge", text, ((it, {"run": run.run_id}) for run, it in found if it is not None))
-    yield from _family(
-        "tridock_restarts_total",
-        "counter",
-        "Restarts of the run.",
-        ((float(run.restarts), {"run": run.run_id}) for run in runs),
-    )
-    yield from _family(
-        "tridock_events_total",
-        "counter",
-        "Events of the run by name.",
-        (
-            (float(number), {"run": run.run_id, "event": name})
-            for run in runs
-            for name, number in sorted(Counter(str(event.get("event")) for event in run.events).items())
-        ),
-    )
-    yield from _family(
-        "tridock_rank_iteration",
-        "gauge",
-        "Last finished iteration of a rank.",
-        ((float(it.iteration), {"run": run.run_id, "rank": str(it.rank)}) for run in runs for it in run.ranks),
-    )
-    yield from _family(
-        "tridock_rank_heartbeat_age_seconds",
-        "gauge",
-        "Time since the last heartbeat of a rank.",
-        ((it.age_s, {"run": run.run_id, "rank": str(it.rank)}) for run in runs for it in run.ranks),
-    )
+    restarts: Samples = ((run.restarts, {"run": run.run_id}) for run in runs)
+    yield from _family("tridock_restarts_total", "counter", "Restarts of the run.", restarts)
+    counts = {run.run_id: Counter(str(event.get("event")) for event in run.events) for run in runs}
+    events: Samples = ((it, {"run": run, "event": name}) for run in counts for name, it in sorted(counts[run].items()))
+    yield from _family("tridock_events_total", "counter", "Events of the run by name.", events)
+    ranks = [({"run": run.run_id, "rank": str(rank.rank)}, rank) for run in runs for rank in run.ranks]
+    text = "Last finished iteration of a rank."
+    yield from _family("tridock_rank_iteration", "gauge", text, ((rank.iteration, labels) for labels, rank in ranks))
+    text = "Time since the last heartbeat of a rank."
+    ages: Samples = ((rank.age_s, labels) for labels, rank in ranks)
+    yield from _family("tridock_rank_heartbeat_age_seconds", "gauge", text, ages)
     for name, text, column in (
         ("tridock_rank_memory_bytes", "Peak memory of a rank.", "memory"),
         ("tridock_rank_planned_memory_bytes", "Planned memory of a rank.", "planned_memory"),
@@ -241,7 +196,7 @@ def _metrics(runs: Sequence[LiveRun]) -> Iterator[str]:
         yield from _family(name, "gauge", text, samples)
 
 
-def _family(name: str, kind: str, text: str, samples: Iterator[tuple[float, dict[str, str]]]) -> Iterator[str]:
+def _family(name: str, kind: str, text: str, samples: Samples) -> Iterator[str]:
     lines = [f"{name}{{{_labels(labels)}}} {value:.12g}" for value, labels in samples if math.isfinite(value)]
     if lines:
         yield from (f"# HELP {name} {text}", f"# TYPE {name} {kind}", *lines)

@@ -1,7 +1,5 @@
 """The live page: a server on this machine's loopback that shows runs and changes nothing."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import secrets
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts.node_answers import RunUpdate
-from tridock.errors import Problem, RequestError, TridockError
+from tridock.errors import RequestError, TridockError
 from tridock.report.live import QUANTITIES, LiveRun, prometheus
 from tridock.report.markup import element, escape
 from tridock.report.theme import style
@@ -38,11 +36,9 @@ class LiveServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._data = b"[]"
-        try:
+        todo = "leave --port out, or give a port that is free"
+        with RequestError.in_place_of(OSError, "--port", f"{port} cannot be used", todo):
             super().__init__((ADDRESS, port), _Handler)
-        except OSError as error:
-            got, todo = error.strerror or str(error), "leave --port out, or give a port that is free"
-            raise RequestError(Problem("--port", f"{port} cannot be used", got, todo)) from None
 
     @property
     def url(self) -> str:
@@ -143,14 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
         name = (self.headers.get("Host") or "").rpartition(":")[0]
         _, token, *rest = *self.path.partition("?")[0].split("/", 2), ""
         # A foreign page whose domain resolves to this address sends another Host.
-        if name not in _NAMES or not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            self._send(404, "text/plain; charset=utf-8", b"no such page\n", with_body)
-            return
-        found = self.server.answer(rest[0])
-        if found is None:
-            self._send(404, "text/plain; charset=utf-8", b"no such page\n", with_body)
-        else:
+        is_ours = name in _NAMES and hmac.compare_digest(token.encode(), self.server.token.encode())
+        if is_ours and (found := self.server.answer(rest[0])) is not None:
             self._send(200, *found, with_body)
+        else:
+            self._send(404, "text/plain; charset=utf-8", b"no such page\n", with_body)
 
     def _send(self, code: int, kind: str, body: bytes, with_body: bool) -> None:
         self.send_response(code)

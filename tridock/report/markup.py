@@ -24,11 +24,6 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 100 else f"{size / 2**20:.2f} MiB"
 
 
-def seconds(time: float) -> str:
-    """Formats a time in seconds as ``1.44 s`` or ``430 ms``."""
-    return f"{time:.2f} s" if time >= 1 else f"{time * 1000:.3g} ms" if time < 0.1 else f"{time * 1000:.0f} ms"
-
-
 Row = Sequence[str]
 
 
@@ -49,12 +44,7 @@ def table(head: Row, rows: Iterable[Row], *, numbers: Sequence[int] = (), mono: 
 
 
 def marked_table(
-    head: Row,
-    rows: Iterable[tuple[Row, str]],
-    *,
-    numbers: Sequence[int] = (),
-    mono: Sequence[int] = (),
-    kind: str = "",
+    head: Row, rows: Iterable[tuple[Row, str]], *, numbers: Sequence[int] = (), mono: Sequence[int] = (), kind: str = ""
 ) -> str:
     """Returns a table with a class for each row, and one for the table (``kind``)."""
 

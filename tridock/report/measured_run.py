@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_plan, slots_of
+from tridock.contracts.records import check_run, latest, read_lines, read_metrics, read_plan, slots_of
 from tridock.errors import Problem, RequestError
-from tridock.experiment import is_command, load_experiment
+from tridock.experiment import is_command, recorded_experiment
 from tridock.gpus import Gpu, find_gpu, of_device
 from tridock.plan.correction import MeasuredRun
 
@@ -20,18 +20,13 @@ _MOST_BYTES: Final = 2**50
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
-    """Reads a run's measurements. Raises :class:`RequestError` if the folder is not a run's, or lacks a plan or step
-    time."""
+    """Reads a run's measurements. Raises :class:`RequestError` for another folder, or without a plan or step time."""
     check_run(folder)
     if is_command(folder / run_folder.EXPERIMENT):
         what, todo = "is a run of a program of its own, which has no plan", "give a run of tridock launch or train"
         raise RequestError(Problem(str(folder), what, "", todo))
     plan = read_plan(folder)
-    try:
-        slots = slots_of(plan)
-    except (KeyError, TypeError):
-        slots = {}
-    if not slots or not all(type(slot) is int and slot >= 0 for numbers in slots.values() for slot in numbers):
+    if not (slots := slots_of(plan)):
         todo = "give a run of tridock launch or train"
         raise RequestError(Problem(str(folder), f"has no {run_folder.PLAN}, or a damaged one", "", todo))
     logged = [time for record in read_metrics(folder)[0] if (time := record.get("step_time_s")) is not None]
@@ -41,14 +36,14 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         todo = "train at least 2 * train.log_interval iterations"
         raise RequestError(Problem(str(folder), what, str(len(logged)), todo))
     events = read_lines(folder / run_folder.EVENTS)
-    device = next((str(event["device"]) for event in reversed(events) if "device" in event), "")
-    peak = next((event["peak_memory_bytes"] for event in reversed(events) if "peak_memory_bytes" in event), None)
+    device, peak = latest(events, "device") or "", latest(events, "peak_memory_bytes")
     on_gpu = device not in ("", _CPU) and isinstance(peak, int) and 0 < peak <= _MOST_BYTES
+    planned, where = (plan.get("memory") or {}).get("gpu"), f"{folder / run_folder.PLAN}: memory.gpu"
     return MeasuredRun(
         source=str(folder),
-        experiment=load_experiment(folder / run_folder.EXPERIMENT),
+        experiment=recorded_experiment(folder),
         slots=slots,
-        gpu=None if device == _CPU else _planned_gpu(plan, folder) or _named_gpu(device),
+        gpu=None if device == _CPU else find_gpu(planned, where) if planned else _named_gpu(device),
         iterations=len(times),
         step_s=statistics.median(times),
         peak_bytes=peak if on_gpu else None,
@@ -59,10 +54,3 @@ def _named_gpu(device: str) -> Gpu | None:
     """Returns the GPU of a driver's name, distinguished by memory if several match: ``NVIDIA A100-SXM4-80GB``."""
     memory = re.search(r"(\d+)GB", device)
     return of_device(device, None if memory is None else int(memory[1]) * 1024)
-
-
-def _planned_gpu(plan: Record, folder: Path) -> Gpu | None:
-    """Returns the GPU of the run's plan."""
-    memory = plan.get("memory")
-    name = memory.get("gpu") if isinstance(memory, dict) else None
-    return find_gpu(name, f"{folder / run_folder.PLAN}: memory.gpu") if isinstance(name, str) else None

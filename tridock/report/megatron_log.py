@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.rotated_logs import earlier
 from tridock.errors import Problem, RequestError
 from tridock.report.columns import Columns
 
@@ -73,11 +75,8 @@ def read_log(path: Path) -> list[MegatronLog]:
     An iteration lower than the last one begins another run, unless a checkpoint was loaded before it.
     Raises :class:`RequestError` if the file cannot be read or has no iteration.
     """
-    try:
+    with RequestError.in_place_of(OSError, f"--log {path}", "cannot be read", "give the output of a Megatron run"):
         reader = _read(path)
-    except OSError as error:
-        todo = "give the output of a Megatron run"
-        raise RequestError(Problem(f"--log {path}", "cannot be read", error.strerror or str(error), todo)) from None
     if not len(reader.log.columns):
         todo = "give the output of the rank that logs (v1.1.5: the first, today: the last)"
         what, got = "has no iteration as Megatron logs it", f"{reader.lines:,} lines"
@@ -88,14 +87,14 @@ def read_log(path: Path) -> list[MegatronLog]:
 def read_phases(path: Path) -> Columns:
     """Returns only the phases of a log; empty if it has none or does not exist."""
     try:
-        return _read(path).log.phases
+        return _read(*filter(Path.exists, (earlier(path), path))).log.phases
     except OSError:
         return Columns()
 
 
-def _read(path: Path) -> _Reader:
+def _read(*paths: Path) -> _Reader:
     reader = _Reader()
-    for line in _lines(path):
+    for line in chain.from_iterable(map(_lines, paths)):
         reader.feed(line)
     reader.end()
     return reader

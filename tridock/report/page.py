@@ -1,7 +1,6 @@
 """The report as one HTML page without scripts or external files, and its charts as PNG files."""
 
 import base64
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -9,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import Event, samples_of
+from tridock.contracts.events import FAULTS, samples_of
 from tridock.contracts.records import Record
-from tridock.differences import differences, flattened
+from tridock.differences import differences, flattened, shown
 from tridock.errors import Problem, RequestError, TridockError, count
 from tridock.report.charts import Chart, charts
 from tridock.report.drawing import as_png, as_svg
@@ -27,17 +26,6 @@ _MOST_SAMPLES: Final = 50
 """Evaluations whose samples are on the page."""
 _DRAWN_RANKS: Final = 256
 """With more ranks the layout is a bitmap: as SVG it would have megabytes."""
-_FAULTS: Final = (
-    Event.RUN_FAILED,
-    Event.RANK_DIED,
-    Event.RANK_HUNG,
-    Event.NODE_LOST,
-    Event.CHECKPOINT_FAILED,
-    Event.CHECKPOINT_REJECTED,
-    Event.TAKEN_OVER,
-    Event.RUN_RESTARTED,
-    Event.RUN_MOVED,
-)
 _PER_RUN: Final = ("run_id", "created")
 """Fields of a manifest that differ between all runs."""
 
@@ -160,7 +148,7 @@ def _differences(subjects: Sequence[Subject]) -> str:
 def _layout(subject: Subject) -> str:
     if subject.plan is None:
         return ""
-    from tridock.report.rank_picture import draw
+    from tridock.report.pictures import draw
 
     figure = draw(subject.plan, one_line(subject.name), {})
     label = f"Layout of {one_line(subject.name)}"
@@ -175,17 +163,14 @@ def _layout(subject: Subject) -> str:
 def _events(subject: Subject) -> str:
     if not subject.events:
         return ""
-    shown = subject.events[-_MOST_EVENTS:]
-    rows = [((_time(event), str(event.get("event", "?")), _details(event)), _mark(event)) for event in shown]
-    faults = sum(1 for event in subject.events if event.get("event") in _FAULTS)
-    title = f"{one_line(subject.name, 120)}: {len(subject.events):,} events, {faults} of them failures or restarts"
-    if len(shown) < len(subject.events):
-        title += f"; the last {len(shown)} are shown"
+    marks = ["fault" if event.get("event") in FAULTS else "" for event in subject.events]
+    cells = [(_time(event), str(event.get("event", "?")), _details(event)) for event in subject.events[-_MOST_EVENTS:]]
+    rows = list(zip(cells, marks[-_MOST_EVENTS:], strict=True))
+    faults = f"{marks.count('fault')} of them failures or restarts"
+    title = f"{one_line(subject.name, 120)}: {len(subject.events):,} events, {faults}"
+    if len(rows) < len(subject.events):
+        title += f"; the last {len(rows)} are shown"
     return folded(title, marked_table(("time (UTC)", "event", ""), rows, kind="events"), open_=len(rows) <= _FEW_EVENTS)
-
-
-def _mark(event: Record) -> str:
-    return "fault" if event.get("event") in _FAULTS else ""
 
 
 def _time(event: Record) -> str:
@@ -194,11 +179,7 @@ def _time(event: Record) -> str:
 
 def _details(event: Record) -> str:
     fields = {name: value for name, value in event.items() if name not in ("time", "event", "samples")}
-    return printable(", ".join(f"{name}: {_value(value)}" for name, value in fields.items()), 600)
-
-
-def _value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return printable(", ".join(f"{name}: {shown(value)}" for name, value in fields.items()), 600)
 
 
 def _origin(subject: Subject) -> str:
@@ -227,25 +208,17 @@ def write_report(runs: Sequence[Path], logs: Sequence[Path], output: Path) -> li
         todo = "give runs/<run-id>, a Megatron log with --log, or a cluster with --hosts"
         problems.append(Problem("--run", "is missing", "", todo))
     subjects: list[Subject] = []
-    for folder in runs:
+    for path, is_log in (*((path, False) for path in runs), *((path, True) for path in logs)):
         try:
-            subjects.append(of_run(folder))
+            subjects += of_log(path) if is_log else [of_run(path)]
         except TridockError as error:
             problems += error.problems
-    for path in logs:
-        try:
-            subjects += of_log(path)
-        except TridockError as error:
-            problems += error.problems
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     drawn = list(charts(subjects))
     written = {output: page(subjects, drawn).encode("utf-8", "replace")}
     written |= {output.with_name(f"{output.stem}-{chart.name}.png"): chart.png for chart in drawn}
-    try:
+    todo = "free some space there, or name a writable folder"
+    with RequestError.in_place_of(OSError, output, "cannot be written", todo):
         for path, content in written.items():
             run_folder.write_atomic(path, content)
-    except OSError as error:
-        todo = "free some space there, or name a writable folder"
-        raise RequestError(Problem(str(output), "cannot be written", error.strerror or str(error), todo)) from None
     return list(written)

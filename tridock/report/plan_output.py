@@ -1,7 +1,8 @@
 """The output of `tridock plan`, as tables or JSON, and its exit code."""
 
+import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,33 +11,34 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tridock.engines import ENGINES
 from tridock.engines.offload import Offload
 from tridock.errors import Problem, RequestError, count
-from tridock.experiment import load_experiment
-from tridock.experiment.model import Model
-from tridock.layout.plan import layout_label
+from tridock.experiment import Experiment, load_experiment
+from tridock.layout.plan import Slots, layout_label
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.correction import Correction
 from tridock.plan.cost import Cost
-from tridock.plan.document import as_json
 from tridock.plan.memory import GIB, StageMemory
 from tridock.plan.search import Candidate, Search, count_reasons, overrides_of, search
+from tridock.plan.why import states_of
 from tridock.progress import bars
-from tridock.report import rank_map
-from tridock.report.cost_text import days_line, goodput_line
-from tridock.report.pareto_plot import plot_pareto_front
+from tridock.report.pictures import plot as plot_rank_map
+from tridock.report.pictures import plot_pareto_front
 from tridock.report.plan_text import (
     LABELS,
     STYLES,
     correction_rows,
     count_short,
+    days_line,
     flops,
     gib,
+    goodput_line,
     headed_table,
     interval,
     seconds,
 )
-from tridock.report.rank_picture import plot as plot_rank_map
+from tridock.report.rank_map import RankMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,14 @@ class Show:
     """What ``tridock plan`` prints and draws."""
 
     search: bool = False
-    json: bool = False
+    json: Callable[..., None] | None = None
+    """Prints the fields of a JSON document, instead of text."""
     plot: str = ""
     quiet: bool = False
 
 
 def print_plan(
-    config: Path,
-    overrides: Sequence[str],
-    slots: Mapping[str, Sequence[int]],
-    assumptions: Assumptions,
-    console: Console,
-    show: Show,
+    config: Path, overrides: Sequence[str], slots: Slots, assumptions: Assumptions, console: Console, show: Show
 ) -> int:
     """Plans an experiment and prints the plan. Returns 2 if it cannot run or does not fit, else 0.
 
@@ -67,7 +65,7 @@ def print_plan(
         with bars(quiet=show.quiet) as begin:
             bar = begin("search", None, unit="layouts")
             found = search(experiment, slots, str(config), assumptions, bar.set)
-        return _print_search(found, assessment, slots, console, show)
+        return _print_search(found, assessment, console, show)
     return _print_plan(assessment, console, show)
 
 
@@ -76,15 +74,11 @@ def _print_plan(assessment: Assessment, console: Console, show: Show) -> int:
     if show.plot and assessment.plan is not None:
         title = assessment.experiment.name
         plot_rank_map(assessment.plan, Path(show.plot), title, captions(assessment))
-    if show.json:
-        sys.stdout.write(assessment.to_json())
+    if show.json is not None:
+        show.json(**assessment.document())
     elif assessment.plan is not None:
-        # Lines are wrapped between words in a terminal, and not wrapped in a pipe.
-        console.print(render(assessment), soft_wrap=not console.is_terminal)
-        for line in (days_line(assessment), goodput_line(assessment)):
-            if line is not None:
-                console.print(line, soft_wrap=not console.is_terminal)
-    if refused and not show.json:
+        console.print(render(assessment), soft_wrap=False)
+    if refused and show.json is None:
         try:
             assessment.checked()
         except RequestError as error:
@@ -92,34 +86,35 @@ def _print_plan(assessment: Assessment, console: Console, show: Show) -> int:
     return RequestError.exit_code if refused else 0
 
 
-def _print_search(
-    found: Search, assessment: Assessment, slots: Mapping[str, Sequence[int]], console: Console, show: Show
-) -> int:
+def _print_search(found: Search, assessment: Assessment, console: Console, show: Show) -> int:
     todo = "use more GPUs, GPUs with more memory, or a smaller model"
     if found.rejected and not any(one.is_legal for one in found.rejected):
         todo = f"correct the experiment: {count_reasons(found.rejected)[0][0]}"
     none = RequestError(Problem(assessment.source, f"none of {count(len(found.rejected), 'layout')} works", "", todo))
     if show.plot and found.found:
         plot_pareto_front(found, assessment.experiment.name, Path(show.plot))
-    if show.json:
-        problems = () if found.found else none.problems
-        sys.stdout.write(as_json(_document(found, assessment, problems)))
+    if show.json is not None:
+        show.json(**_document(found, assessment, () if found.found else none.problems))
     else:
         console.print(render_search(found, assessment.experiment.name))
         if (correction := assessment.assumptions.correction) is not None:
             console.print(correction_table(correction))
         if found.found:
-            changes = overrides_of(found.found[0], assessment.experiment)
-            options = " ".join(f"--set {change}" for change in changes)
-            console.print(f"\nBest layout: {options or 'the experiment as it is'}", soft_wrap=True)
+            options = as_options(overrides_of(found.found[0], assessment.experiment)) or "the experiment as it is"
+            console.print(f"\nBest layout: {options}", soft_wrap=True, markup=False)
             asked = assessment.assumptions
-            best = assess(found.found[0].experiment, slots, assessment.source, asked)
-            for line in (days_line(best) if asked.tokens or asked.cost_per_gpu_hour else None, goodput_line(best)):
-                if line is not None:
-                    console.print(line, soft_wrap=True)
+            best = assess(found.found[0].experiment, assessment.slots, assessment.source, asked)
+            days = days_line(best) if asked.tokens or asked.cost_per_gpu_hour else None
+            for line in filter(None, (days, goodput_line(best))):
+                console.print(line, soft_wrap=True)
         else:
             print(none, file=sys.stderr)
     return 0 if found.found else RequestError.exit_code
+
+
+def as_options(changes: Sequence[str]) -> str:
+    """Returns overrides as the ``--set`` options of a command line."""
+    return shlex.join(word for change in changes for word in ("--set", change))
 
 
 def _document(found: Search, assessment: Assessment, problems: Sequence[Problem]) -> dict[str, Any]:
@@ -136,8 +131,9 @@ def _document(found: Search, assessment: Assessment, problems: Sequence[Problem]
                 "least_gib": round(one.worst.least_bytes / GIB, 4),
                 "pareto": id(one) in front,
                 "seconds": one.seconds,
-                "tokens_per_second": one.cost.estimate.tokens_per_second if one.cost.estimate else None,
-                "mfu": one.cost.estimate.mfu if one.cost.estimate else None,
+                "seconds_range": one.estimate.seconds_range,
+                "tokens_per_second": one.estimate.tokens_per_second,
+                "mfu": one.estimate.mfu,
                 "gpu_hours": one.gpu_hours(asked.tokens),
                 "cost": None if each is None else each * one.gpu_hours(asked.tokens),
             }
@@ -150,6 +146,7 @@ def _document(found: Search, assessment: Assessment, problems: Sequence[Problem]
     }
 
 
+_MOST_TERMS = 5
 _MOST_COLUMNS = 4
 _MOST_LAYOUTS = 12
 _MOST_REASONS = 8
@@ -157,38 +154,51 @@ _MOST_REASONS = 8
 
 def headline(assessment: Assessment) -> Text:
     """Returns one line: verdict, layout, memory of the highest rank, step time."""
-    plan, gpu, text = assessment.plan, assessment.assumptions.gpu, Text()
+    return Text(" · ").join([_verdict(assessment), *(Text(text) for _, text in _figures(assessment))])
+
+
+def _verdict(assessment: Assessment) -> Text:
+    """Returns the verdict, the layout and its size."""
+    plan, text = assessment.plan, Text()
     if plan is None:
         return text.append(LABELS["illegal"], STYLES["illegal"])
-    judged = gpu is not None
+    judged = assessment.assumptions.gpu is not None and assessment.worst is not None
     text.append(LABELS[assessment.verdict] if judged else "can run", STYLES[assessment.verdict])
-    ranks = count(plan.world_size, "rank")
-    text.append(f" · {plan.layout} · {ranks} · {interval(assessment.worst)} per rank")
-    if gpu is not None:
-        text.append(f" of {gpu.memory_bytes / GIB:.1f} ({gpu.name})")
-    if assessment.cost is not None and assessment.cost.estimate is not None:
-        text.append(f" · about {seconds(assessment.cost.estimate.iteration)} per iteration")
-    return text
+    return text.append(f" · {plan.layout} · {count(plan.world_size, 'rank')}")
+
+
+def _figures(assessment: Assessment) -> Iterator[tuple[str, str]]:
+    """Yields the memory of the highest rank and the step time, as far as they are known."""
+    gpu, worst = assessment.assumptions.gpu, assessment.worst
+    if worst is not None:
+        of = "" if gpu is None else f" of {gpu.memory_bytes / GIB:.1f} ({gpu.name})"
+        yield "memory", f"{interval(worst)} per rank{of}"
+    if assessment.cost is not None and (found := assessment.cost.estimate) is not None:
+        yield "time", f"about {seconds(found.iteration, found.seconds_range)} per iteration"
 
 
 def summary(assessment: Assessment) -> Group:
-    """Returns the plan without its traffic and the sources of its numbers."""
-    parts: list[RenderableType] = [headline(assessment), "", _facts(assessment), ""]
-    return Group(*parts, rank_map.render(assessment.laid_out, captions(assessment)), "", memory_table(assessment))
+    """Returns the plan without its cost."""
+    return Group(*_summary(assessment), "", RankMap(assessment.laid_out, captions(assessment)))
+
+
+def _summary(assessment: Assessment) -> Iterator[RenderableType]:
+    yield from (_verdict(assessment), _facts(assessment))
+    if assessment.memory:
+        yield from ("", memory_table(assessment))
 
 
 def render(assessment: Assessment) -> Group:
     """Returns the whole plan as tables."""
     assert assessment.cost is not None
-    cost_table = _cost_table(assessment.cost, assessment.experiment.model)
-    parts: list[RenderableType] = [summary(assessment), _sources(assessment), "", cost_table]
-    if assessment.cost.traffic:
-        parts += ["", _traffic_table(assessment.cost)]
+    parts = [*_summary(assessment), "", _cost_table(assessment.cost, assessment.experiment)]
+    parts += ["", RankMap(assessment.laid_out, captions(assessment))]
     if (correction := assessment.assumptions.correction) is not None:
         parts += ["", correction_table(correction)]
     parts += [Text(f"warning: {warning}", "dark_orange3") for warning in assessment.warnings]
     parts += [Text(f"note: {note}", "dim") for note in assessment.notes]
-    return Group(*parts)
+    parts.append("--why explains each term and lists the traffic; --plot FILE draws every rank")
+    return Group(*parts, *filter(None, (days_line(assessment), goodput_line(assessment))))
 
 
 def captions(assessment: Assessment) -> dict[int, str]:
@@ -201,16 +211,14 @@ def _facts(assessment: Assessment) -> Table:
     plan, cost, experiment = assessment.plan, assessment.cost, assessment.experiment
     assert plan is not None
     assert cost is not None
-    nodes = len({rank.node for rank in plan.ranks})
     replicas, steps = count(plan.data_parallel_size, "replica"), count(plan.accumulation_steps, "step")
     samples, tokens = count(plan.global_batch_size, "sample"), f"{plan.tokens_per_step:,} {experiment.model.unit}"
-    batch = f"micro batch {plan.micro_batch_size} x {replicas} x {steps} = {samples}, {tokens} per iteration"
+    batch = f"{plan.micro_batch_size} x {replicas} x {steps} = {samples}, {tokens}"
+    parameters = count(cost.parameters, "parameter")
     rows = (
-        ("experiment", f"{experiment.name}, engine {experiment.engine}, {experiment.precision}"),
-        ("cluster", f"{count(plan.world_size, 'slot')} on {count(nodes, 'node')}"),
-        ("layout", plan.layout),
-        ("batch", batch),
-        ("parameters", f"{cost.parameters:,}"),
+        *_figures(assessment),
+        ("experiment", f"{experiment.name}, engine {experiment.engine}, {experiment.precision}, {parameters}"),
+        ("micro batch", batch),
         *(() if cost.active == cost.parameters else (("active a token", f"{cost.active:,}"),)),
     )
     return _pairs(rows)
@@ -230,23 +238,21 @@ def memory_table(assessment: Assessment) -> Table:
     stages = _columns(assessment.memory)
     gpu = assessment.assumptions.gpu
     of = f", of {gpu.memory_bytes / GIB:.1f} GiB ({gpu.name})" if gpu is not None else ""
-    table = headed_table(f"Memory per rank in GiB{of}")
-    table.add_column("")
-    for stage in stages:
-        table.add_column(f"stage {stage.stage}", justify="right")
+    table = headed_table(f"Memory per rank in GiB{of}", ["", *(f"stage {stage.stage}" for stage in stages)])
     for name in _names(assessment.memory):
         amounts = [next((term.bytes for term in stage.terms if term.name == name), 0) for stage in stages]
         table.add_row(name, *(gib(amount) for amount in amounts))
     table.add_section()
     table.add_row(Text("total", "bold"), *(Text(gib(stage.total_bytes), "bold") for stage in stages))
+    table.add_row("nine of ten runs stay below", *(gib(stage.most_bytes) for stage in stages), style="dim")
     if gpu is not None:
         table.add_row("at least", *(gib(stage.least_bytes) for stage in stages), style="dim")
         shares = [Text(f"{stage.share:.0%} {stage.fit.removesuffix('-fit')}", STYLES[stage.fit]) for stage in stages]
         table.add_row("share of GPU", *shares)
     for name, amounts in (
-        ("offloaded, in the host's memory", [stage.offloaded_bytes for stage in stages]),
-        ("offloaded, on NVMe", [stage.nvme_bytes for stage in stages]),
-        ("copy of a checkpoint, in the host's memory", [stage.copied_bytes for stage in stages]),
+        ("offloaded, to the host", [stage.offloaded_bytes for stage in stages]),
+        ("offloaded, to NVMe", [stage.nvme_bytes for stage in stages]),
+        ("checkpoint copy, on the host", [stage.copied_bytes for stage in stages]),
     ):
         if any(amounts):
             table.add_row(name, *map(gib, amounts), style="dim")
@@ -271,7 +277,7 @@ def _names(stages: Sequence[StageMemory]) -> list[str]:
     return names
 
 
-def _sources(assessment: Assessment) -> Text:
+def sources(assessment: Assessment) -> Text:
     """Returns each term's meaning and the source of its formula."""
     found = {term.name: term.source for stage in reversed(assessment.memory) for term in stage.terms}
     lines: dict[str, list[str]] = {}
@@ -288,45 +294,51 @@ def _columns(stages: Sequence[StageMemory]) -> list[StageMemory]:
     return [stage for stage in stages if stage.stage in chosen]
 
 
-def _cost_table(cost: Cost, model: Model) -> Table:
-    causal = "" if model.is_vision else f" ({flops(cost.causal_flops)} with causal attention counted as half)"
+def _cost_table(cost: Cost, experiment: Experiment) -> Table:
+    model = experiment.model
+    causal = "" if model.is_vision else f" ({flops(cost.causal_flops)} with causal attention as half)"
     rows = [
         ("model FLOPs", f"{flops(cost.model_flops)}{causal}"),
         ("hardware FLOPs", f"{flops(cost.hardware_flops)} with recomputation"),
         ("pipeline bubble", f"{cost.bubble:.1%} of the time"),
-        *_estimated(cost, model),
+        *_estimated(cost, experiment),
     ]
     table = _pairs(rows)
     table.title, table.title_justify, table.title_style = "Cost of an iteration", "left", "bold"
     return table
 
 
-def _estimated(cost: Cost, model: Model) -> Iterator[tuple[str, str]]:
-    estimate, rates = cost.estimate, cost.rates
+def _estimated(cost: Cost, experiment: Experiment) -> Iterator[tuple[str, str]]:
+    estimate, rates, model = cost.estimate, cost.rates, experiment.model
     if estimate is None:
-        convolutions, products = (
-            "the GPU's rate for convolutions is unknown (--tflops)",
-            "the GPU is unknown (--gpu)",
-        )
-        yield "time", f"not estimated: {convolutions if model.is_vision else products}"
+        why = "the GPU is unknown (--gpu)"
+        if ENGINES[experiment.engine].cost_model is None:
+            why = f"engine {experiment.engine} has no cost model"
+        elif model.is_vision:
+            why = "the GPU's rate for convolutions is unknown (--tflops)"
+        yield "time", f"not estimated: {why}"
         return
-    shares = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value >= 0.0005)
-    yield "time", f"about {seconds(estimate.iteration)}: {shares}"
+    terms = sorted(estimate.terms.items(), key=lambda term: -abs(term[1]))
+    shares = [f"{name} {seconds(value)}" for name, value in terms if abs(value) >= 0.0005]
+    yield "time", ", ".join([*shares[:_MOST_TERMS], *(["…"] if len(shares) > _MOST_TERMS else [])])
+    if rates.spread is not None:
+        yield "range", str(rates.spread)
+    network = "assumed" if rates.network_source.startswith("assumed") else rates.network_source  # a note has how
     yield (
         "rates",
         f"{rates.tflops or 0:,.0f} TFLOP/s per GPU ({rates.tflops_source}), {rates.network_gb_s * 8:g} Gbit/s per node"
-        f" ({rates.network_source})",
+        f" ({network})",
     )
     per_day = count_short(estimate.tokens_per_second * 86400)
-    yield "speed", f"about {estimate.tokens_per_second:,.0f} {model.unit}/s, {per_day} {model.unit} per day"
+    around = "" if estimate.speeds is None else " ({:,.0f} to {:,.0f})".format(*estimate.speeds)
+    yield "speed", f"about {estimate.tokens_per_second:,.0f} {model.unit}/s{around}, {per_day} {model.unit} per day"
     if estimate.mfu is not None:
         yield "MFU", f"about {estimate.mfu:.0%}"
 
 
-def _traffic_table(cost: Cost) -> Table:
-    table = headed_table("Traffic per rank and iteration")
-    for name in ("group", "ranks", "link", "GiB", "seconds"):
-        table.add_column(name, justify="left" if name in ("group", "link") else "right")
+def traffic_table(cost: Cost) -> Table:
+    columns = ("group", "ranks", "link", "GiB", "seconds")
+    table = headed_table("Traffic per rank and iteration", columns, left=("group", "link"))
     for one in cost.traffic:
         seconds = "-" if cost.estimate is None else f"{cost.rates.seconds(one):.3f}"
         link = "between nodes" if one.link == "network" else "within a node"
@@ -336,9 +348,7 @@ def _traffic_table(cost: Cost) -> Table:
 
 def correction_table(correction: Correction) -> Table:
     """Returns a run's planned and measured figures side by side, and the factors that this plan applies."""
-    table = headed_table(f"Corrected by {correction.source}")
-    for name in ("", "its plan", "measured", "factor"):
-        table.add_column(name, justify="right" if name else "left")
+    table = headed_table(f"Corrected by {correction.source}", ("", "its plan", "measured", "factor"))
     for row in correction_rows(correction):
         table.add_row(*row)
     table.caption, table.caption_justify = f"over {count(correction.iterations, 'logged iteration')}", "left"
@@ -356,6 +366,11 @@ def render_search(found: Search, name: str) -> Group:
     parts: list[RenderableType] = [table, Text(legend, "dim")]
     rates = found.rates
     parts.append(f"network: {rates.network_gb_s * 8:g} Gbit/s per node ({rates.network_source})")
+    if (spread := rates.spread) is not None:
+        ends = f"{spread.low / spread.typical:.2f} to {spread.high / spread.typical:.2f}"
+        parts.append(f"each time has a range of {ends} times it, as of {spread.runs:,} published runs")
+    if any(one.experiment.model.num_moe_experts for one in found.found):
+        parts.append("the order of layouts with experts is not reliable: published ones came in another")
     omitted = len(found.found) - _MOST_LAYOUTS
     if omitted > 0:
         parts.append(f"and {count(omitted, 'more layout')} that fit{'s' if omitted == 1 else ''}")
@@ -389,23 +404,13 @@ def _candidates(title: str, shown: Sequence[Candidate], found: Sequence[Candidat
 
 def _candidate_row(one: Candidate) -> Iterator[str | Text]:
     parallel, model = one.experiment.parallel, one.experiment.model
-    estimate = one.cost.estimate
-    assert estimate is not None
     yield layout_label(parallel, one.data_parallel_size) + (" SP" if parallel.sequence_parallel else "")
     yield str(one.experiment.batch.micro_batch_size)
-    yield (
-        f"ZeRO-{parallel.zero_stage}{Offload.of(one.experiment).label}"
-        if parallel.zero_stage
-        else "dist"
-        if parallel.use_distributed_optimizer
-        else "once"
-        if parallel.reduce_gradients_once
-        else ""
-    )
+    yield states_of(one.experiment)
     full = model.checkpoint_activations or model.recompute_granularity == "full"
     yield "full" if full else "sel" if model.recompute_granularity else ""
     yield f"{one.worst.total_bytes / GIB:.1f}"
     yield Text(f"{one.worst.share or 0:.0%}", STYLES[one.worst.fit])
     yield seconds(one.seconds)
-    yield f"{estimate.tokens_per_second:,.0f}"
-    yield "-" if estimate.mfu is None else f"{estimate.mfu:.0%}"
+    yield f"{one.estimate.tokens_per_second:,.0f}"
+    yield "-" if one.estimate.mfu is None else f"{one.estimate.mfu:.0%}"

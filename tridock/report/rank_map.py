@@ -1,7 +1,7 @@
 """The rank map: each rank with its slot and node, as labels and colours, and as text for a terminal."""
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,7 +23,9 @@ _RAMP: Final = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80"
 """For more stages matplotlib's viridis, dark to light, shows their order."""
 
 _MOST_STAGES: Final = 16
-"""Up to this many stages have a line each in the legend."""
+"""Up to this many stages have a line each in a picture's legend."""
+_SHORT: Final = 4
+"""A terminal's legend has at most so many lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +37,25 @@ class Line:
     text: str
 
 
-def legend(plan: Plan, captions: Mapping[int, str]) -> list[Line]:
-    """Returns stages with their ranks and captions; of many stages, neighbours with the same caption share a line."""
+def legend(plan: Plan, captions: Mapping[int, str], *, is_short: bool = False) -> list[Line]:
+    """Returns stages with their ranks and captions; of many stages, neighbours with the same caption share a line.
+
+    A short legend has four lines at most: the stages between the first and the last ones share one.
+    """
     ranks: dict[int, list[int]] = {}
     for rank in plan.ranks:
         ranks.setdefault(rank.pipeline_parallel_rank, []).append(rank.rank)
+    few = len(ranks) <= (_SHORT if is_short else _MOST_STAGES)
+    alike = itertools.groupby(sorted(ranks), lambda stage: stage if few else captions.get(stage))
+    groups = [list(group) for _, group in alike]
+    if is_short and len(groups) > _SHORT:
+        groups[2:-1] = [[stage for group in groups[2:-1] for stage in group]]
     lines = []
-    few = len(ranks) <= _MOST_STAGES
-    for _, alike in itertools.groupby(sorted(ranks), lambda stage: stage if few else captions.get(stage)):
-        first, *others = alike
-        last = others[-1] if others else first
-        numbers = _span_of_ranks([rank for stage in (first, *others) for rank in ranks[stage]])
-        caption = f": {captions[first]}" if first in captions else ""
-        lines.append(Line(first, last, f"{span(first, last)} ({numbers}){caption}"))
+    for group in groups:
+        numbers = _span_of_ranks([rank for stage in group for rank in ranks[stage]])
+        texts = {captions.get(stage, "") for stage in group} - {""}
+        caption = f": {texts.pop()}" if len(texts) == 1 else ""
+        lines.append(Line(group[0], group[-1], f"{span(group[0], group[-1])} ({numbers}){caption}"))
     return lines
 
 
@@ -81,15 +89,8 @@ def ink(colour: str) -> str:
 
 def place(rank: Rank) -> str:
     """Returns the pipeline, data, context and tensor parallel rank: ``1.0.0.3``."""
-    return ".".join(
-        str(number)
-        for number in (
-            rank.pipeline_parallel_rank,
-            rank.data_parallel_rank,
-            rank.context_parallel_rank,
-            rank.tensor_parallel_rank,
-        )
-    )
+    inner = f"{rank.context_parallel_rank}.{rank.tensor_parallel_rank}"
+    return f"{rank.pipeline_parallel_rank}.{rank.data_parallel_rank}.{inner}"
 
 
 def by_node(plan: Plan) -> dict[str, list[Rank]]:
@@ -120,66 +121,37 @@ def _parts(colour: str) -> Iterator[int]:
     return (int(colour[start : start + 2], 16) for start in (1, 3, 5))
 
 
-_MANY: Final = 16
-"""With more nodes, consecutive nodes that are alike are shown once."""
-_KINDS: Final = 8
-_FIRST: Final = 4
-"""With more than ``_KINDS`` kinds of nodes, the first four and the last are shown."""
-
-
-def render(plan: Plan, captions: Mapping[int, str] | None = None) -> RenderableType:
-    """Returns the rank map for a terminal, readable without colour.
-
-    ``captions`` are texts for the legend by stage (``12.3 GiB, tight``).
-    """
-    return _RankMap(plan, captions or {})
-
-
 @dataclass(frozen=True, slots=True)
-class _Box:
-    """A node, and those after it that differ only in the numbers of their ranks and replicas."""
+class RankMap:
+    """The rank map for a terminal, readable without colour."""
 
-    node: str
-    ranks: Sequence[Rank]
-    alike: list[str] = field(default_factory=list)
-
-    @property
-    def note(self) -> str:
-        return f"and {len(self.alike)} alike, to {self.alike[-1]}" if self.alike else ""
-
-
-@dataclass(frozen=True, slots=True)
-class _RankMap:
     plan: Plan
-    captions: Mapping[int, str]
+    captions: Mapping[int, str] = field(default_factory=dict)
+    """Texts for the legend by stage (``12.3 GiB, tight``)."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
         yield Text(headline(self.plan), style="bold")
-        boxes = _boxes(self.plan)
-        if len(by_node(self.plan)) <= _MANY or len(boxes) <= _KINDS:
-            yield self._nodes(boxes, boxes, width)
-        else:
-            yield self._nodes(boxes[:_FIRST], boxes, width)
-            yield Text(_omitted(boxes[_FIRST:-1]))
-            yield self._nodes(boxes[-1:], boxes, width)
+        yield from self._nodes(options.max_width)
         yield Text(KEY)
         yield Columns(list(self._legend()), padding=(0, 2))
 
-    def _nodes(self, some: Sequence[_Box], boxes: Sequence[_Box], width: int) -> RenderableType:
-        """Returns boxes side by side, in the size that fits the largest of ``boxes``."""
+    def _nodes(self, width: int) -> Iterator[RenderableType]:
+        """Yields nodes side by side; of more than two lines the first, and how many more there are."""
+        nodes = list(by_node(self.plan).items())
         cell = max(len(line) for rank in self.plan.ranks for line in _lines(rank))
-        slots = max(len(box.ranks) for box in boxes)
-        columns = _columns(slots, max(1, (width - 3) // (cell + 1)))
-        names = max(len(text) + 6 for box in boxes for text in (box.node, box.note))
-        each = min(width, max(columns * (cell + 1) + 3, names))
-        return Columns([self._node(box, columns, cell, each) for box in some], padding=(0, 1))
+        columns = _columns(max(len(ranks) for _, ranks in nodes), max(1, (width - 3) // (cell + 1)))
+        each = min(width, max(columns * (cell + 1) + 3, *(len(node) + 6 for node, _ in nodes)))
+        fitting = max(1, (width + 1) // (each + 1))
+        some = nodes if len(nodes) <= 2 * fitting else nodes[:fitting]
+        yield Columns([self._node(node, ranks, columns, cell, each) for node, ranks in some], padding=(0, 1))
+        if rest := nodes[len(some) :]:
+            yield Text(f"… and {count(len(rest), 'node')} more in the same way, to {rest[-1][0]}")
 
-    def _node(self, box: _Box, columns: int, cell: int, width: int) -> RenderableType:
+    def _node(self, node: str, ranks: Sequence[Rank], columns: int, cell: int, width: int) -> RenderableType:
         colours = stage_colours(self.plan.pipeline_model_parallel_size)
         lines = []
-        for start in range(0, len(box.ranks), columns):
-            row = box.ranks[start : start + columns]
+        for start in range(0, len(ranks), columns):
+            row = ranks[start : start + columns]
             for number in range(len(_lines(row[0]))):
                 line = Text(no_wrap=True, overflow="crop")
                 for rank in row:
@@ -188,18 +160,11 @@ class _RankMap:
                     line.append(_lines(rank)[number].ljust(cell), style).append(" ")
                 line.right_crop(1)
                 lines.append(line)
-        return Panel(
-            Group(*lines),
-            title=Text(box.node),
-            title_align="left",
-            subtitle=Text(box.note) if box.note else None,
-            subtitle_align="left",
-            width=width,
-        )
+        return Panel(Group(*lines), title=Text(node), title_align="left", width=width)
 
     def _legend(self) -> Iterator[Text]:
         colours = stage_colours(self.plan.pipeline_model_parallel_size)
-        lines = legend(self.plan, self.captions)
+        lines = legend(self.plan, self.captions, is_short=True)
         spans = any(line.first != line.last for line in lines)
         for line in lines:
             swatch = Text()
@@ -216,36 +181,3 @@ def _columns(slots: int, fitting: int) -> int:
     """Returns the slots per line if ``fitting`` fit: all, or equally many on each line."""
     lines = -(-slots // fitting)
     return -(-slots // lines)
-
-
-def _boxes(plan: Plan) -> list[_Box]:
-    """Returns the nodes; of many, only those that differ from the node before in more than their numbers."""
-    nodes = by_node(plan)
-    if len(nodes) <= _MANY:
-        return [_Box(node, ranks) for node, ranks in nodes.items()]
-    boxes: list[_Box] = []
-    for _, alike in itertools.groupby(nodes.items(), key=lambda item: _pattern(item[1])):
-        (node, ranks), *others = alike
-        boxes.append(_Box(node, ranks, [name for name, _ in others]))
-    return boxes
-
-
-def _pattern(ranks: Sequence[Rank]) -> Hashable:
-    first = ranks[0].data_parallel_rank
-    return tuple(
-        (
-            rank.slot,
-            rank.pipeline_parallel_rank,
-            rank.data_parallel_rank - first,
-            rank.context_parallel_rank,
-            rank.tensor_parallel_rank,
-        )
-        for rank in ranks
-    )
-
-
-def _omitted(boxes: Sequence[_Box]) -> str:
-    nodes = [node for box in boxes for node in (box.node, *box.alike)]
-    first, last = boxes[0].ranks[0], boxes[-1].ranks[-1]
-    stages = span(first.pipeline_parallel_rank, last.pipeline_parallel_rank)
-    return f"... {len(nodes)} more nodes, {nodes[0]} to {nodes[-1]}: {stages} ..."

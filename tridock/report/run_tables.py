@@ -9,7 +9,8 @@ from rich.table import Column, Table
 
 from tridock.contracts.node_answers import QueuedRun, RunInfo
 from tridock.differences import Difference
-from tridock.report.markup import printable
+from tridock.report.markup import gib, printable
+from tridock.report.summary import render_table
 from tridock.reproduction.outcome import Outcome, Point
 
 
@@ -30,6 +31,14 @@ def status_table(runs: Sequence[RunInfo]) -> Table:
     return table
 
 
+def neighbours_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
+    """Returns a table of other clusters' runs: cluster, run, who started it, and the devices that it uses."""
+    table = Table("cluster", "run", "started by", "uses", title="other clusters on these hosts", title_justify="left")
+    for row in rows:
+        table.add_row(*(escape(printable(text)) for text in row))
+    return table
+
+
 def queue_table(queued: Sequence[QueuedRun]) -> Table:
     """Returns a table of the queued runs, in the order in which they start."""
     table = Table("queued run", "since (UTC)", "slots", "waits for", title="queue", title_justify="left")
@@ -40,17 +49,19 @@ def queue_table(queued: Sequence[QueuedRun]) -> Table:
     return table
 
 
-def history_table(runs: Sequence[RunInfo]) -> Table:
-    """Returns a table of runs in the order given, with the state and result of each."""
-    table = Table("run", Column("experiment", overflow="fold"), "state", "exit code", "duration", "last loss")
+def history_table(runs: Sequence[RunInfo], places: Mapping[str, str] | None = None) -> Table:
+    """Returns a table of runs in the order given, with the state and result of each; ``places``: where, by run."""
+    table = Table("run", "where", "started by", "state", "exit code", "duration", "last loss", "disk")
     for run in runs:
         table.add_row(
             run.run_id,
-            run.experiment,
+            (places or {}).get(run.run_id) or run.head or "this machine",
+            escape(printable(run.started_by)),
             run.state,
             "" if run.exit_code is None else str(run.exit_code),
             _time(run.duration_s),
             _number((run.metrics or {}).get("loss"), ".4f"),
+            "" if run.disk_bytes is None else gib(run.disk_bytes),
         )
     return table
 
@@ -98,14 +109,8 @@ def environment_table(found: Sequence[Difference]) -> Table:
 
 def verdict_table(outcome: Outcome) -> Table:
     """Returns a table of how the losses of a repeated run compare with the original."""
-    table = Table(
-        title=f"{escape(outcome.now)} compared with {escape(outcome.then)}", show_header=False, title_justify="left"
-    )
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, text in _rows(outcome):
-        table.add_row(name, escape(text))
-    return table
+    title = f"{escape(outcome.now)} compared with {escape(outcome.then)}"
+    return render_table(title, ((name, escape(text)) for name, text in _rows(outcome)))
 
 
 def _rows(outcome: Outcome) -> Iterator[tuple[str, str]]:

@@ -4,37 +4,32 @@ import math
 import statistics
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event
 from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
-from tridock.engines import engine_of
+from tridock.engines import program_of
 from tridock.errors import RequestError
-from tridock.experiment import is_command, load_command, load_experiment
-from tridock.experiment.flops import model_flops_per_token
+from tridock.experiment import CommandExperiment, recorded_run
 from tridock.experiment.model import Model
+from tridock.experiment.parameters import model_flops_per_token
 from tridock.plan import Assumptions, Plan
 from tridock.plan.correction import Correction
 from tridock.plan.from_run import correction_of
 from tridock.plan.rates import GIVEN
-from tridock.report.columns import Columns, Curve
-from tridock.report.markup import gib, seconds
+from tridock.report.columns import Columns, Curve, number_of
+from tridock.report.markup import gib
 from tridock.report.measured_run import read_measured_run
 from tridock.report.megatron_log import MegatronLog, read_log, read_phases
+from tridock.report.plan_text import seconds
 from tridock.report.summary import Summary, rows_of, rows_of_command, summary_of
 
-_LOGGED = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "step_time_s",
-    "tokens_per_second",
-    "samples_per_second",
-    "consumed_samples",
-    "loss_scale",
+_LOGGED: Final = (
+    *("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "samples_per_second"),
+    *("consumed_samples", "loss_scale"),
 )
 
 
@@ -82,40 +77,33 @@ def of_run(folder: Path) -> Subject:
     check_run(folder)
     iterations, evaluations = read_metrics(folder)
     document, events = read_plan(folder), read_lines(folder / run_folder.EVENTS)
-    if is_command(folder / run_folder.EXPERIMENT):
-        command = load_command(folder / run_folder.EXPERIMENT)
-        return Subject(
-            name=folder.absolute().name,
-            source=str(folder),
-            columns=_columns(iterations),
-            evaluations={split: _losses(records) for split, records in evaluations.items()},
-            phases=Columns(),
-            rows=rows_of_command(folder, command, (iterations, evaluations), events),
-            events=events,
-            manifest=read_object(folder / run_folder.MANIFEST),
-            experiment=command.model_dump(mode="json"),
-            plan_document=document,
-        )
-    experiment = load_experiment(folder / run_folder.EXPERIMENT)
-    summary = summary_of(folder, experiment, iterations, evaluations, document, events)
-    phases = Columns()
-    timers = engine_of(experiment).prints_timers
-    for record in iterations:
-        if isinstance(own := record.get("phases"), dict):
-            phases.add(record["iteration"], {str(name): _number(seconds) for name, seconds in own.items()})
-    return Subject(
-        name=summary.run_id,
+    experiment = recorded_run(folder)
+    subject = Subject(
+        name=folder.absolute().name,
         source=str(folder),
         columns=_columns(iterations),
-        evaluations={split: _losses(records) for split, records in evaluations.items()},
-        phases=phases if phases.names() or not timers else read_phases(folder / run_folder.rank_log(0)),
-        phases_add_up=bool(phases.names()),
-        occasions=_occasions(events),
-        rows=rows_of(summary),
+        evaluations={split: _columns(records).curve("loss") for split, records in evaluations.items()},
+        phases=Columns(),
+        rows=(),
         events=events,
         manifest=read_object(folder / run_folder.MANIFEST),
         experiment=experiment.model_dump(mode="json"),
         plan_document=document,
+    )
+    if isinstance(experiment, CommandExperiment):
+        return replace(subject, rows=rows_of_command(folder, experiment, (iterations, evaluations), events))
+    summary = summary_of(folder, experiment, iterations, evaluations, document, events)
+    phases = Columns()
+    timers = program_of(experiment).prints_timers
+    for record in iterations:
+        if isinstance(own := record.get("phases"), dict):
+            phases.add(record["iteration"], {str(name): number_of(seconds) for name, seconds in own.items()})
+    return replace(
+        subject,
+        phases=phases if phases.names() or not timers else read_phases(folder / run_folder.rank_log(0)),
+        phases_add_up=bool(phases.names()),
+        occasions=_occasions(events),
+        rows=rows_of(summary),
         plan=plan_of(document),
         correction=_correction(folder, document),
         memory=_memory_by_rank(iterations, events),
@@ -138,14 +126,11 @@ def _correction(folder: Path, document: Record) -> Correction | None:
 def _columns(iterations: Sequence[Record]) -> Columns:
     columns = Columns()
     for record in iterations:
-        columns.add(record["iteration"], {name: _number(record[name]) for name in _LOGGED if name in record})
+        columns.add(record["iteration"], {name: number_of(record[name]) for name in _LOGGED if name in record})
     return columns
 
 
-_PAUSES: Final = {
-    Event.EVALUATION: ("evaluation", "seconds"),
-    Event.CHECKPOINT_SAVED: ("checkpoint", "pause_seconds"),
-}
+_PAUSES: Final = {Event.EVALUATION: ("evaluation", "seconds"), Event.CHECKPOINT_SAVED: ("checkpoint", "pause_seconds")}
 
 
 def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:
@@ -153,7 +138,7 @@ def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for event in events:
         name, field = _PAUSES.get(event.get("event", ""), ("", ""))
-        if name and not math.isnan(seconds := _number(event.get(field))):
+        if name and not math.isnan(seconds := number_of(event.get(field))):
             found.setdefault(name, []).append(seconds)
     return found
 
@@ -163,7 +148,7 @@ def _memory_by_rank(iterations: Sequence[Record], events: Sequence[Record]) -> d
     recorded = [record.get("memory_bytes") for record in iterations]
     recorded += [event.get("peak_memory_by_rank") for event in events if event.get("event") == Event.RUN_FINISHED]
     known = [peaks for peaks in recorded if isinstance(peaks, list)]
-    return dict(enumerate(_number(peak) for peak in known[-1])) if known else {}
+    return dict(enumerate(number_of(peak) for peak in known[-1])) if known else {}
 
 
 def plan_of(document: Record) -> Plan | None:
@@ -172,17 +157,6 @@ def plan_of(document: Record) -> Plan | None:
         return Plan.of(document) if document["ranks"] else None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-
-
-def _losses(records: Sequence[Record]) -> Curve:
-    columns = Columns()
-    for record in records:
-        columns.add(record["iteration"], {"loss": _number(record.get("loss"))})
-    return columns.curve("loss")
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def of_log(path: Path) -> list[Subject]:
@@ -310,18 +284,15 @@ def _whole(arguments: Mapping[str, str], name: str) -> int | None:
 
 def planned_memory_by_rank(subject: Subject) -> dict[int, float]:
     """Returns the planned bytes of each rank, those of its stage. Empty without a plan."""
-    stages = _of(subject.plan_document, "memory", "stages")
-    if subject.plan is None or not isinstance(stages, list):
-        return {}
-    totals = {_of(stage, "stage"): _of(stage, "total_bytes") for stage in stages}
-    found = {rank.rank: totals.get(rank.pipeline_parallel_rank) for rank in subject.plan.ranks}
-    return {rank: float(size) for rank, size in found.items() if isinstance(size, int | float)}
+    totals = {stage["stage"]: float(stage["total_bytes"]) for stage in _stages(subject)}
+    ranks = subject.plan.ranks if subject.plan is not None else ()
+    return {it.rank: totals[it.pipeline_parallel_rank] for it in ranks if it.pipeline_parallel_rank in totals}
 
 
 def gpu_limit(subject: Subject) -> float | None:
     """Returns the memory in bytes of the GPU in the plan."""
     limit = _of(subject.plan_document, "memory", "limit_gib")
-    return float(limit) * 2**30 if isinstance(limit, int | float) else None
+    return None if limit is None else float(limit) * 2**30
 
 
 def plan_rows(subject: Subject) -> Iterator[tuple[str, str, str, str]]:
@@ -347,11 +318,13 @@ def plan_rows(subject: Subject) -> Iterator[tuple[str, str, str, str]]:
 
 def stage_rows(subject: Subject) -> Iterator[tuple[str, str, str]]:
     """Yields each stage, its layers and the planned memory per rank."""
-    stages = _of(subject.plan_document, "memory", "stages")
-    for stage in stages if isinstance(stages, list) else ():
-        size = _of(stage, "total_bytes")
-        if isinstance(size, int | float):
-            yield f"stage {_of(stage, 'stage')}", str(_of(stage, "layers")), gib(size)
+    for stage in _stages(subject):
+        yield f"stage {stage['stage']}", str(stage.get("layers")), gib(stage["total_bytes"])
+
+
+def _stages(subject: Subject) -> Sequence[Record]:
+    """Returns the memory of each stage in the plan, whose form :func:`read_plan` has checked."""
+    return _of(subject.plan_document, "memory", "stages") or ()
 
 
 def _of(document: Any, *path: str) -> Any:

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event
-from tridock.contracts.records import Evaluations, Record, check_run, read_lines, read_metrics, read_plan
+from tridock.contracts.records import Evaluations, Record, check_run, latest, read_lines, read_metrics, read_plan
 from tridock.contracts.run_state import exit_code_of
-from tridock.experiment import Experiment, load_experiment
+from tridock.experiment import Experiment, recorded_experiment
 from tridock.experiment.command import CommandExperiment
-from tridock.experiment.flops import model_flops_per_token
+from tridock.experiment.parameters import model_flops_per_token
 from tridock.gpus import of_device
+from tridock.report.markup import gib
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Summary:
 def summarize(folder: Path) -> Summary:
     """Reads a run folder. Raises :class:`RequestError` if it is not one."""
     check_run(folder)
-    experiment = load_experiment(folder / run_folder.EXPERIMENT)
+    experiment = recorded_experiment(folder)
     metrics, events = read_metrics(folder), read_lines(folder / run_folder.EVENTS)
     return summary_of(folder, experiment, *metrics, read_plan(folder), events)
 
@@ -76,9 +76,10 @@ def summary_of(
     speeds = [speed for speed in logged if speed is not None]
     consumed = iterations[-1].get("consumed_samples") or 0 if iterations else 0
     speed = statistics.median(speeds) if speeds else None
-    ranks = plan.get("world_size") or _world_size(events)
-    device = _latest(events, "device")
-    tflops = _model_tflops(experiment, events, speed, ranks)
+    worlds = [event for event in events if event.get("event") == Event.WORLD_FORMED]
+    ranks = plan.get("world_size") or latest(worlds, "world_size")
+    tflops, gpu = _model_tflops(experiment, events, speed, ranks), of_device(latest(events, "device") or "")
+    peak = None if gpu is None else gpu.tflops(experiment.precision)
     return Summary(
         run_id=folder.absolute().name,
         state=_state(events),
@@ -96,32 +97,22 @@ def summary_of(
         valid_loss=evaluations["valid"][-1].get("loss") if "valid" in evaluations else None,
         test_loss=evaluations["test"][-1].get("loss") if "test" in evaluations else None,
         seconds=_seconds(events),
-        peak_memory_bytes=_latest(events, "peak_memory_bytes"),
+        peak_memory_bytes=latest(events, "peak_memory_bytes"),
         model_tflops_per_rank=tflops,
-        mfu=_mfu(tflops, device, experiment.precision),
+        mfu=None if tflops is None or peak is None else tflops / peak,
     )
 
 
-def _latest(events: list[Record], field: str) -> Any:
-    return next((event[field] for event in reversed(events) if field in event), None)
-
-
 def _model_tflops(experiment: Experiment, events: list[Record], speed: float | None, ranks: int | None) -> float | None:
-    rows = _latest(events, "padded_vocab_size")
+    rows = latest(events, "padded_vocab_size")
     if rows is None or speed is None or not ranks:
         return None
     return speed * model_flops_per_token(experiment.model, rows) / ranks / 1e12
 
 
-def _mfu(tflops: float | None, device: str | None, precision: str) -> float | None:
-    gpu = of_device(device or "")
-    peak = None if gpu is None else gpu.tflops(precision)
-    return None if tflops is None or peak is None else tflops / peak
-
-
-def render_table(name: str, rows: Iterable[tuple[str, str]]) -> Table:
+def render_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """Returns a table of names and values."""
-    table = Table(title=f"Run {name}", show_header=False, title_justify="left")
+    table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for row in rows:
@@ -145,7 +136,7 @@ def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
         ("validation loss", _text(summary.valid_loss, ".4f")),
         ("test loss", _text(summary.test_loss, ".4f")),
         ("model FLOP/s per rank", _flops(summary)),
-        ("peak memory per rank", _memory(summary.peak_memory_bytes)),
+        ("peak memory per rank", "-" if summary.peak_memory_bytes is None else gib(summary.peak_memory_bytes)),
         ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
     )
 
@@ -216,11 +207,6 @@ def _state(events: list[Record]) -> str:
     return state
 
 
-def _world_size(events: list[Record]) -> int | None:
-    sizes = [event["world_size"] for event in events if event.get("event") == Event.WORLD_FORMED]
-    return sizes[-1] if sizes else None
-
-
 def _seconds(events: list[Record]) -> float | None:
     starts = [number for number, event in enumerate(events) if event.get("event") == Event.RUN_STARTED]
     if not starts:
@@ -246,7 +232,3 @@ def _flops(summary: Summary) -> str:
         return "-"
     of = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
     return f"{summary.model_tflops_per_rank:.3g} TFLOP/s{of}"
-
-
-def _memory(value: int | None) -> str:
-    return "-" if value is None else f"{value / 2**30:.2f} GiB"

@@ -1,8 +1,7 @@
 """The output of `tridock plan --why`: a layout's terms, and their changes in other layouts."""
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from rich.text import Text
 
 from tridock.errors import Problem, RequestError
 from tridock.experiment import load_experiment
+from tridock.layout import Slots
 from tridock.plan.assumptions import Assumptions
 from tridock.plan.memory import GIB
 from tridock.plan.why import (
     JudgedLayout,
-    Slots,
     Why,
     check_data_parallel,
     difference,
@@ -26,10 +25,12 @@ from tridock.plan.why import (
     overrides_of_layout,
     with_batch_of,
 )
+from tridock.report.plan_output import sources, traffic_table
 from tridock.report.plan_text import LABELS, STYLES, gib, headed_table, interval, seconds
 
 _MOST_TERMS = 2
 _LEAST_S = 0.0005
+_SIDE_BY_SIDE = ("", "A", "B", "B - A")
 
 
 def print_why(
@@ -39,12 +40,12 @@ def print_why(
     assumptions: Assumptions,
     console: Console,
     named: Sequence[str],
-    as_json: bool,
+    as_json: Callable[..., None] | None,
 ) -> int:
     """Explains the experiment's layout by its neighbors, or compares it with a ``named`` one, or compares two.
 
-    Returns 2 if the explained layout cannot run or does not fit, else 0. Raises :class:`RequestError` if the experiment
-    or a name is invalid.
+    ``as_json`` prints the fields of a JSON document, instead of text. Returns 2 if the explained layout cannot run or
+    does not fit, else 0. Raises :class:`RequestError` if the experiment or a name is invalid.
     """
     experiment = load_experiment(config, overrides)
     if not named:
@@ -59,9 +60,9 @@ def print_why(
         if len(layouts) == 1:
             layouts.insert(0, judge_layout(with_batch_of(experiment, slots, experiment), slots, assumptions))
         why = Why(layouts[0], tuple(layouts[1:]))
-    problems = (*why.layout.problems, *_too_large(why.layout, assumptions))
-    if as_json:
-        sys.stdout.write(json.dumps(_document(why, problems, assumptions), indent=2, allow_nan=False) + "\n")
+    problems = why.layout.reasons
+    if as_json is not None:
+        as_json(**_document(why, problems, assumptions))
     else:
         tables = comparison(why.layout, why.others[0]) if named else explanation(why)
         console.print(tables, soft_wrap=not console.is_terminal)
@@ -81,13 +82,6 @@ def _document(why: Why, problems: Sequence[Problem], assumptions: Assumptions) -
     }
 
 
-def _too_large(layout: JudgedLayout, assumptions: Assumptions) -> Iterator[Problem]:
-    if layout.worst is not None and layout.verdict == "no-fit" and assumptions.gpu is not None:
-        what = f"{layout.label} does not fit the {assumptions.gpu.memory_bytes / GIB:.1f} GiB of a GPU"
-        got = f"{layout.worst.total_bytes / GIB:.1f} GiB"
-        yield Problem("memory", what, got, "see the others of --why, or tridock plan --search")
-
-
 def explanation(why: Why) -> Group:
     """Returns the layout's terms, largest first, and a row for each neighbor."""
     layout = why.layout
@@ -96,7 +90,10 @@ def explanation(why: Why) -> Group:
         parts += [_shares("Time of an iteration", layout.time, seconds, _LEAST_S), ""]
     if layout.worst is not None:
         title = f"Memory of a rank of stage {layout.worst.stage}, the fullest"
-        parts += [_shares(title, layout.memory, lambda value: f"{gib(round(value))} GiB", GIB / 1000), ""]
+        parts += [_shares(title, layout.memory_terms, lambda value: f"{gib(round(value))} GiB", GIB / 1000)]
+        parts += [sources(layout), ""]
+    if layout.cost is not None and layout.cost.traffic:
+        parts += [traffic_table(layout.cost), ""]
     return Group(*parts, _neighbors(why))
 
 
@@ -104,15 +101,13 @@ def _head(layout: JudgedLayout) -> Text:
     text = Text(f"{layout.label}: ").append(LABELS[layout.verdict], STYLES[layout.verdict])
     if layout.worst is not None:
         text.append(f" · {interval(layout.worst)} per rank")
-    if layout.seconds is not None:
-        text.append(f" · about {seconds(layout.seconds)} per iteration")
+    if layout.cost is not None and (found := layout.cost.estimate) is not None:
+        text.append(f" · about {seconds(found.iteration, found.seconds_range)} per iteration")
     return text
 
 
 def _shares(title: str, terms: Mapping[str, float], form: Any, least: float) -> Table:
-    table, total = headed_table(title), sum(terms.values())
-    for name in ("", "amount", "share"):
-        table.add_column(name, justify="right" if name else "left")
+    table, total = headed_table(title, ("", "amount", "share")), sum(terms.values())
     for name, value in sorted(terms.items(), key=lambda item: -item[1]):
         if abs(value) >= least:
             table.add_row(name, form(value), f"{value / total:.0%}")
@@ -128,15 +123,11 @@ def _neighbors(why: Why) -> Table:
         change = "\n".join(change.partition(".")[2] for change in other.changes)
         verdict = Text(LABELS[other.verdict], STYLES[other.verdict])
         if other.worst is None:
-            table.add_row(change, verdict, "-", "-", "\n".join(_reason(problem) for problem in other.problems[:2]))
+            table.add_row(change, verdict, "-", "-", "\n".join(f"{it.where} {it.what}" for it in other.problems[:2]))
             continue
         time, memory = _relative(before.seconds, other.seconds), f"{other.worst.total_bytes / GIB:.1f}"
         table.add_row(change, verdict, time, memory, "\n".join(_because(before, other)))
     return table
-
-
-def _reason(problem: Problem) -> str:
-    return f"{problem.where} {problem.what}"
 
 
 def _relative(before: float | None, after: float | None) -> str:
@@ -148,7 +139,7 @@ def _because(before: JudgedLayout, other: JudgedLayout) -> Iterator[str]:
     time = [(name, value) for name, value in difference(before.time, other.time).items() if abs(value) >= _LEAST_S]
     if time:
         yield "time: " + ", ".join(f"{name} {_signed_seconds(value)}" for name, value in time[:_MOST_TERMS])
-    memory = difference(before.memory, other.memory).items()
+    memory = difference(before.memory_terms, other.memory_terms).items()
     if large := [(name, value) for name, value in memory if abs(value) >= GIB / 20]:
         yield "memory: " + ", ".join(f"{name} {_signed_gib(value)}" for name, value in large[:_MOST_TERMS])
 
@@ -159,7 +150,7 @@ def comparison(first: JudgedLayout, second: JudgedLayout) -> Group:
     for name, layout in (("A", first), ("B", second)):
         parts += [f"{name} cannot run: {problem}" for problem in layout.problems]
     if first.time and second.time:
-        table = _columns("Time of an iteration")
+        table = headed_table("Time of an iteration", _SIDE_BY_SIDE)
         for name, change in difference(first.time, second.time).items():
             if abs(change) >= _LEAST_S:
                 amounts = (seconds(one.time.get(name, 0.0)) for one in (first, second))
@@ -169,21 +160,16 @@ def comparison(first: JudgedLayout, second: JudgedLayout) -> Group:
         parts += [table, ""]
     if first.worst is not None and second.worst is not None:
         stages = f"stage {first.worst.stage} of A and {second.worst.stage} of B, the fullest"
-        table = _columns(f"Memory per rank in GiB, {stages}")
-        for name, change in difference(first.memory, second.memory).items():
+        table = headed_table(f"Memory per rank in GiB, {stages}", _SIDE_BY_SIDE)
+        for name, change in difference(first.memory_terms, second.memory_terms).items():
             if abs(change) >= GIB / 1000:
-                table.add_row(name, *(gib(one.memory.get(name, 0)) for one in (first, second)), _signed_gib(change))
+                table.add_row(
+                    name, *(gib(one.memory_terms.get(name, 0)) for one in (first, second)), _signed_gib(change)
+                )
         totals = first.worst.total_bytes, second.worst.total_bytes
         _add_total(table, gib(totals[0]), gib(totals[1]), _signed_gib(totals[1] - totals[0]))
         parts.append(table)
     return Group(*parts)
-
-
-def _columns(title: str) -> Table:
-    table = headed_table(title)
-    for name in ("", "A", "B", "B - A"):
-        table.add_column(name, justify="right" if name else "left")
-    return table
 
 
 def _add_total(table: Table, *cells: str) -> None:

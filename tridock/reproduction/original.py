@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tridock.contracts import run_folder
-from tridock.contracts.records import Evaluations, Record, check_run, read_lines, read_metrics, read_object, read_plan
+from tridock.contracts import records, run_folder
 from tridock.differences import ABSENT, Difference, differences, flattened
 from tridock.errors import Problem, RequestError
 
-Metrics = tuple[list[Record], Evaluations]
+Metrics = tuple[list[records.Record], records.Evaluations]
 """The result of :func:`tridock.contracts.records.read_metrics`."""
-_OF_THE_RUN: Final = ("run_id", "created", "config")
+_OF_THE_RUN: Final = ("run_id", "created", "started_by", "config")
 """Fields of a manifest that do not affect the run."""
 _DATA: Final = ("data_sha256", "data_sha256_by_manifest", "data_bytes")
 _PLAN: Final = (
@@ -33,11 +32,9 @@ _MOVED: Final = "before-1"
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """A run as its folder describes it."""
-
     folder: Path
-    manifest: Record
-    plan: Record
+    manifest: records.Record
+    plan: records.Record
     metrics: Metrics
     device: str | None
     """As the ranks logged it; None for a run that did not finish."""
@@ -56,13 +53,13 @@ class Original:
 
 def read_original(folder: Path, *, losses: bool = True) -> Original:
     """Reads a run folder. Raises :class:`RequestError` if it is not one, or has no losses where it needs some."""
-    check_run(folder)
+    records.check_run(folder)
     original = Original(
         folder=folder,
-        manifest=read_object(folder / run_folder.MANIFEST),
-        plan=read_plan(folder),
-        metrics=read_metrics(folder),
-        device=_device(folder),
+        manifest=records.read_object(folder / run_folder.MANIFEST),
+        plan=records.read_plan(folder),
+        metrics=records.read_metrics(folder),
+        device=records.latest(records.read_lines(folder / run_folder.EVENTS), "device"),
         moved=(folder / _MOVED).exists(),
     )
     problems = []
@@ -72,13 +69,11 @@ def read_original(folder: Path, *, losses: bool = True) -> Original:
     if original.world_size is None:
         where, todo = str(folder / run_folder.PLAN), "fetch the run's folder whole: tridock fetch"
         problems.append(Problem(where, "does not record the number of ranks", "no world_size", todo))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     return original
 
 
 def environment(original: Original, manifest: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Difference]:
-    """Returns the fields that differ between the original run and one with this manifest and plan: then, now."""
     then = {**original.manifest, "plan": {name: original.plan.get(name) for name in _PLAN}}
     now = {**manifest, "plan": {name: plan.get(name) for name in _PLAN}}
     return differences([then, now], _OF_THE_RUN)
@@ -96,15 +91,9 @@ def data_problems(original: Original, manifest: Mapping[str, Any]) -> Iterator[P
 
 
 def knows_data(original: Original) -> bool:
-    """Whether the manifest has hashes or sizes of the data."""
     return any(_section(original.manifest, name) for name in _DATA)
 
 
 def _section(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = manifest.get(name)
     return found if isinstance(found, Mapping) else {}
-
-
-def _device(folder: Path) -> str | None:
-    named = [event["device"] for event in read_lines(folder / run_folder.EVENTS) if "device" in event]
-    return str(named[-1]) if named else None

@@ -34,8 +34,7 @@ class Measure(Protocol):
 
 
 def main(measure: Measure | None = None) -> int:
-    """Runs this node's ranks with ``measure``, by default the all-reduce; returns 0 if all succeeded, 142 after a
-    timeout, else 1."""
+    """Runs this node's ranks with ``measure``; returns 0 if all succeeded, 142 after a timeout, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world", required=True, help="base64 of a JSON object: node to slots, in order")
     parser.add_argument("--node-rank", type=int, required=True)

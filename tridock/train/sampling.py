@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tridock.contracts.tokenizers import sha256_of_data
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
@@ -77,7 +78,7 @@ class Sampler:
         length, micro = self._experiment.model.seq_length, batch.micro_batch_size
         stages, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
         replicas = self._ranks.world_size // (stages * tensor * parallel.context_parallel_size)
-        at_once = batch.samples_per_step(replicas) // (micro * replicas) if stages > 1 else 1
+        at_once = batch.accumulation_steps(replicas) if stages > 1 else 1
         count = -(-len(rows) // (at_once * micro)) * at_once * micro
         tokens = torch.zeros(count, length, dtype=torch.long)
         last = torch.zeros(count, dtype=torch.long)
@@ -91,8 +92,9 @@ class Sampler:
 
 
 def _tokenizer_of(experiment: Experiment, workspace: Path) -> HuggingFaceTokenizer:
-    if (folder := tokenizer_of(experiment, workspace)) is None:
-        todo = f"copy the tokenizer.json that made {experiment.data.data_path} beside it, or leave the prompts out"
+    made_with = sha256_of_data(workspace / experiment.data.prefix)
+    if (folder := tokenizer_of(experiment, workspace, made_with)) is None:
+        todo = f"copy the tokenizer.json that made {experiment.data.prefix} beside it, or leave the prompts out"
         raise RequestError(Problem("train.sample_prompts", "the tokenizer of the data was not found", "", todo))
     return HuggingFaceTokenizer(folder)
 
@@ -109,15 +111,24 @@ def _encoded(tokenizer: HuggingFaceTokenizer, experiment: Experiment, tokens: in
 
 
 def choose(
-    logits: Tensor, temperature: float = 1.0, top_k: int = 0, generator: torch.Generator | None = None
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draws a token from ``logits`` [vocabulary] by its probability; the most likely one at temperature 0.
 
-    Returns an int64 scalar; -1 if the logits are not finite."""
+    ``top_p``: only from the most likely tokens whose probabilities sum up to it. Returns an int64 scalar; -1 if the
+    logits are not finite."""
     if not logits.isfinite().all():
         return torch.tensor(-1)
     if temperature <= 0:
         return logits.argmax()
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]
+    likely = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        rising, order = likely.sort()
+        likely[order[:-1][rising.cumsum(-1)[:-1] <= 1 - top_p]] = 0
+    return torch.multinomial(likely, 1, generator=generator)[0]

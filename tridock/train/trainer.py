@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,24 +14,29 @@ import torch
 from tridock.contracts import heartbeat
 from tridock.contracts.checkpoints import PROGRESS
 from tridock.contracts.events import Cause, Event, append_event
+from tridock.contracts.prerequisites import compiler_problems
 from tridock.contracts.run_folder import CHECKPOINTS
-from tridock.engines import engine_of
+from tridock.contracts.tokenizers import sha256_of_data
+from tridock.engines import rules_of
+from tridock.engines.progress import Progress, check_fit, read_progress
+from tridock.engines.torch.fsdp import is_sharded
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
+from tridock.experiment.training import learning_rate
 from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.checkpoints.choice import choose, holds_checkpoint
 from tridock.train.checkpoints.files import TORCH, Names
-from tridock.train.checkpoints.progress import Progress, check_fit, read_progress
-from tridock.train.checkpoints.saver import Saver, saves_in_background
-from tridock.train.compiler import compiler_problems
-from tridock.train.data.dataset import load_splits, mixed_seed
+from tridock.train.checkpoints.saver import Saver, needs_group, saves_in_background
+from tridock.train.data.blend import BlendedSamples
+from tridock.train.data.dataset import mixed_seed
 from tridock.train.data.images import load_images
 from tridock.train.data.prefetch import Arrays, Prefetcher, Split
+from tridock.train.data.splits import load_splits
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.models.resnet import ResNet
 from tridock.train.parallel.mesh import STAGES, Mesh
 from tridock.train.parallel.mesh_strategy import MeshStrategy
-from tridock.train.parallel.strategies import Step, Strategy, build_strategy, is_sharded
+from tridock.train.parallel.strategies import Step, Strategy, build_strategy
 from tridock.train.pretrained import pretrained_weights
 from tridock.train.rank import signals
 from tridock.train.rank.metrics import Metrics
@@ -39,7 +44,6 @@ from tridock.train.rank.phases import DATA, EVALUATION, step_seconds
 from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks, agree_on_errors, mean_over_ranks
 from tridock.train.rank.profiling import Profiling
 from tridock.train.sampling import Sampler
-from tridock.train.schedule import learning_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,6 @@ class Parts:
     reseed: Callable[[int], None]
     """Seeds dropout for an iteration, so that a resumed run draws the same numbers."""
     checkpoint_names: Names = TORCH
-    shared_checkpoints: bool = False
-    """Whether all ranks write into one folder."""
 
 
 Build = Callable[[Experiment, Path, Path, Ranks], Parts]
@@ -84,10 +86,9 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
     torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
     with torch.device("meta"):  # a strategy allocates what a rank keeps
         if experiment.model.is_vision:
-            model, rows = ResNet(experiment.model), experiment.model.vocab_size
+            model = ResNet(experiment.model)
         else:
-            model = GPT(shape := Shape.of(experiment.model, splits["train"].vocab_size))
-            rows = shape.padded_vocab_size
+            model = GPT(Shape.of(experiment.model, splits["train"].vocab_size))
     tokens = experiment.model.vocab_size if experiment.model.is_vision else splits["train"].vocab_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with agree_on_errors(ranks):
@@ -106,13 +107,12 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
     return Parts(
         splits=splits,
         strategy=strategy,
-        progress=Progress.of(experiment, ranks, tokens, rows),
+        progress=Progress.of(experiment, ranks.world_size, tokens),
         parameters=parameters,
         description=f"{experiment.parallel.strategy}{zero}" if mesh is None else mesh.description,
         replica=replica,
         replicas=replicas,
         reseed=lambda iteration: _reseed(mixed_seed(seed, replica, iteration) >> 1, ranks.device),
-        shared_checkpoints=mesh is not None,
     )
 
 
@@ -132,16 +132,16 @@ class Trainer:
         self.run_folder, self.ranks = run_folder, ranks
         self.parts = parts = build(experiment, run_folder, workspace, ranks)
         self.experiment = experiment.resolved(parts.replicas)
-        self.strategy, self.splits, self.progress = parts.strategy, parts.splits, parts.progress
+        self.strategy, self.splits = parts.strategy, parts.splits
+        self.progress = replace(parts.progress, tokenizer_sha256=sha256_of_data(workspace / experiment.data.prefix))
         self.phases, self.memory = parts.strategy.phases, PeakMemory(ranks)
         self.prefetcher = Prefetcher(self.read, ranks.device)
         saved_in = experiment.train.checkpoint_folder
         folder = run_folder / CHECKPOINTS if saved_in is None else workspace / saved_in
-        in_background = saves_in_background(experiment.train)
-        self.checkpoints = Checkpoints(folder, ranks, parts.checkpoint_names, in_background)
-        self.saver = Saver(ranks, run_folder, self.phases, in_background)
-        if parts.shared_checkpoints and experiment.train.save:
-            self.checkpoints.require_shared()
+        train = experiment.train
+        self.checkpoints = Checkpoints(folder, ranks, parts.checkpoint_names, needs_group(train))
+        copy = self.checkpoints.copy if train.checkpoint_copies > 1 else None
+        self.saver = Saver(ranks, run_folder, self.phases, saves_in_background(train), copy)
         loaded = None
         if experiment.train.pretrained_folder is not None:
             self.event(Event.CHECKPOINT_LOADED, folder=experiment.train.load, iteration=0)
@@ -219,7 +219,8 @@ class Trainer:
     def log(self, iteration: int, step: Step) -> None:
         """Prints a line and writes one to metrics.jsonl. Raises :class:`AgreedError` if the loss is not finite."""
         loss, grad_norm = mean_over_ranks(step.loss), float(step.grad_norm)
-        now, steps = time.monotonic(), max(1, iteration - self._logged_iteration)
+        now, phases = time.monotonic(), self.phases.read()  # of one moment: they add up to the step's time
+        steps = max(1, iteration - self._logged_iteration)
         step_time = (now - self._logged_at) / steps
         self._logged_at, self._logged_iteration = now, iteration
         batch, train = self.experiment.batch, self.experiment.train
@@ -236,7 +237,7 @@ class Trainer:
                 "samples_per_second" if model.is_vision else "tokens_per_second": speed,
                 "consumed_samples": self.progress.consumed_samples,
                 "loss_scale": self.strategy.loss_scale,
-                "phases": step_seconds(self.phases.read(), steps),
+                "phases": step_seconds(phases, steps),
                 **self.memory.metrics(),
             }
         )
@@ -256,27 +257,34 @@ class Trainer:
             raise AgreedError(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
 
     def evaluate(self, split: str) -> None:
-        """Records the mean loss over the first ``eval_iters`` global batches of a split, always the same samples."""
-        samples, size = self.splits[split], self.experiment.batch.global_batch_size
-        if samples.per_epoch == 0:
+        """Records the mean loss over the first ``eval_iters`` global batches of a split, always the same samples.
+
+        If its data have names: the loss of each, and their mean."""
+        sets = {key.partition("/")[2]: it for key, it in self.splits.items() if key.partition("/")[0] == split}
+        if not all(samples.per_epoch for samples in sets.values()):
             self.say(f"no {split} loss: the {split} split holds less than one sample")
             return
         started = time.monotonic()
-        total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
         with self.phases.inside(EVALUATION):
-            for number in range(count):
-                self.begin_pass()
-                then = (number + 1) * size if number + 1 < count else None
-                total += self.strategy.evaluate(self.prefetcher.get(samples, number * size, then))
-            loss = mean_over_ranks(total / count)
-        seconds = time.monotonic() - started
-        self.metrics.evaluation(self.progress.iteration, split, loss)
-        self.event(
-            Event.EVALUATION, iteration=self.progress.iteration, split=split, loss=loss, seconds=round(seconds, 3)
-        )
-        self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
+            losses = {name: self._loss(samples) for name, samples in sets.items()}
+        seconds, iteration = time.monotonic() - started, self.progress.iteration
+        loss, named = sum(losses.values()) / len(losses), {} if "" in losses else {"losses": losses}
+        self.metrics.evaluation(iteration, split, loss, **named)
+        self.event(Event.EVALUATION, iteration=iteration, split=split, loss=loss, seconds=round(seconds, 3), **named)
+        each = ", ".join(f"{name} {one:.4f}" for name, one in losses.items() if name)
+        self.say(f"{split} loss after iteration {iteration}: {loss:.4f}{each and f' ({each})'}")
         self._logged_at += seconds  # not training time
         heartbeat.beat(heartbeat.TRAIN)
+
+    def _loss(self, samples: Split) -> float:
+        """Returns the mean loss over the first ``eval_iters`` global batches."""
+        total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
+        size = self.experiment.batch.global_batch_size
+        for number in range(count):
+            self.begin_pass()
+            then = (number + 1) * size if number + 1 < count else None
+            total += self.strategy.evaluate(self.prefetcher.get(samples, number * size, then))
+        return mean_over_ranks(total / count)
 
     def begin_pass(self) -> None:
         """Writes a heartbeat before a forward pass without gradients.
@@ -304,30 +312,26 @@ class Trainer:
 
     def load(self, source: Path) -> Path:
         """Resumes from a checkpoint, or from the newest complete one in a folder; returns it. A collective."""
-        fresh, rank = self.progress, self.ranks.rank
+        fresh, rank, chosen = self.progress, self.ranks.rank, self.experiment.train.override_checkpoint
 
-        def needed(folder: Path) -> tuple[str, ...]:
+        def needed(folder: Path, _names: Collection[str]) -> Iterator[Collection[str]]:
+            yield (PROGRESS,)
             try:
                 saved = read_progress(folder)
-                check_fit(folder, saved, fresh)
+                check_fit(folder, saved, fresh, chosen)
             except RequestError:
-                return ()  # it does not fit, which is reported below
-            return self.strategy.files(rank, saved.data_parallel_size)
+                return  # it does not fit, which is reported below
+            yield self.strategy.files(rank, saved.data_parallel_size)
+            yield self.strategy.shard_files(folder)
 
-        folder = choose(source, self.parts.checkpoint_names, self.ranks, needed, self.reject_checkpoint)
+        folder = choose(source, self.parts.checkpoint_names, self.ranks, needed, self.run_folder)
         with agree_on_errors(self.ranks):
             saved = read_progress(folder)
-            check_fit(folder, saved, fresh)
+            check_fit(folder, saved, fresh, chosen)
         self.strategy.load(folder, saved.data_parallel_size)
-        self.progress = replace(saved, data_parallel_size=fresh.data_parallel_size)
+        self.progress = replace(fresh, iteration=saved.iteration, consumed_samples=saved.consumed_samples)
         self.event(Event.CHECKPOINT_LOADED, folder=str(folder), iteration=self.progress.iteration)
         return folder
-
-    def reject_checkpoint(self, folder: Path, problems: Sequence[Problem]) -> None:
-        """Prints and records why a checkpoint is not used."""
-        reasons = [str(problem) for problem in problems]
-        self.event(Event.CHECKPOINT_REJECTED, folder=str(folder), reasons=reasons)
-        self.say("\n".join([f"warning: {folder} is passed over:", *reasons]))
 
     def save(self, is_last: bool) -> None:
         """Saves a checkpoint. A write error ends the run only if this ``is_last``. A collective."""
@@ -346,10 +350,13 @@ class Trainer:
             f"{experiment.precision}, {ranks.world_size} {ranks.device.type} ranks"
         )
         vocabulary = experiment.model.vocab_size if experiment.model.is_vision else train.vocab_size
-        rows = engine_of(experiment).padded_vocab_size(vocabulary, experiment)
+        rows = rules_of(experiment).padded_vocab_size(vocabulary, experiment)
         self.event(Event.MODEL_BUILT, parameters=self.parts.parameters, padded_vocab_size=rows)
         kinds = f"{vocabulary} classes" if experiment.model.is_vision else f"vocabulary of {vocabulary}"
         self.say(f"data: {train.description} an epoch, {experiment.batch.global_batch_size} a step, {kinds}")
+        if isinstance(train, BlendedSamples):
+            for line in train.epochs(experiment.train.train_iters * experiment.batch.samples_per_step(1)):
+                self.say(f"data: {line}")
 
     def say(self, line: str) -> None:
         if self.ranks.first:

@@ -1,12 +1,62 @@
-"""Matches the facts to a rule, and writes the report for the user. Pure."""
+"""Matches the facts to a rule of ``rules.yaml``, and writes the report for the user. Pure."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, Literal
 
+from tridock.contracts.events import Cause, Event
+from tridock.strict_yaml import read_text
 from tridock.triage.facts import Facts
-from tridock.triage.rules import RULES, Rule
+from tridock.yaml_text import parse_yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One known failure: a cause code of Tridock's, or a pattern of upstream's messages.
+
+    ``cause`` and ``remedy`` may name ``{who}``, ``{node}`` and the named groups of ``says``.
+    """
+
+    name: str
+    cause: str
+    remedy: str
+    origin: str
+    """The source of the text or the event."""
+    causes: Set[Cause] = frozenset()
+    """The cause codes that the failure's event may have."""
+    says: re.Pattern[str] | None = None
+    """Pattern of upstream's text, searched in the failed rank's reason, then its log's end, then the launcher's."""
+    own: bool = False
+    """Also search the value (``got``) of a Tridock error, which has its own remedy."""
+    last: bool = False
+    """Try the rule only if no text matches another."""
+    events: Set[Event | Cause] = frozenset()
+    """The events, or the cause codes of events, that a rule's text applies to; empty: all."""
+    kernel: bool = False
+    """Only if the kernel has logged an out-of-memory kill."""
+    memory: bool = False
+    """Adds the planner's memory of the rank to the cause."""
+    waits: bool = False
+    """Ranks wait for one rank: adds the rank that the flight recorders identify."""
+    proof: Literal["provoked", "recorded"] = "provoked"
+    """How the tests cover the rule: with a real fault, or with recorded upstream text."""
+
+
+def _read() -> Iterator[Rule]:
+    path = Path(__file__).with_name("rules.yaml")
+    for name, fields in parse_yaml(read_text(path, "the rules of triage"), str(path)).items():
+        causes = map(Cause, fields.pop("causes", ()))
+        events = [Event(it) if it in tuple(Event) else Cause(it) for it in fields.pop("events", ())]
+        says = "|".join(fields.pop("says", ()))
+        pattern = re.compile(says, re.MULTILINE) if says else None
+        yield Rule(name, **fields, causes=frozenset(causes), events=frozenset(events), says=pattern)
+
+
+RULES: Final = tuple(_read())
+"""The last rule matches every failure."""
+
 
 OWN_MESSAGE: Final = "own-message"
 _LENGTH: Final = 240
@@ -40,17 +90,17 @@ def diagnose(facts: Facts) -> Diagnosis:
             return Diagnosis(OWN_MESSAGE, f"{printable(own.where)}: {printable(own.what)}{got}", printable(own.todo))
     for rule in (rule for rule in RULES if rule.last):
         match = rule.says.search(facts.upstream) if rule.says else None
-        if match or facts.cause in rule.causes or (not rule.causes and _is_about(rule, facts)):
+        if (
+            match
+            or facts.cause in rule.causes
+            or (not rule.causes and _has_event(rule, facts) and (facts.kernel or not rule.kernel))
+        ):
             return _made(rule, facts, match, "")
     raise AssertionError("the last rule fits every failure")
 
 
 def _has_event(rule: Rule, facts: Facts) -> bool:
     return not rule.events or not rule.events.isdisjoint((facts.kind, facts.cause))
-
-
-def _is_about(rule: Rule, facts: Facts) -> bool:
-    return _has_event(rule, facts) and (not rule.kernel or bool(facts.kernel))
 
 
 def _texts(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -84,7 +134,6 @@ def _node(facts: Facts) -> str:
 
 
 def _line(match: re.Match[str]) -> str:
-    """Returns the whole line of the match."""
     text = match.string
     begin, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.start())
     return text[begin : end if end >= 0 else len(text)].strip()
@@ -106,15 +155,8 @@ def _lines(facts: Facts, diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "first", facts.who + (f", {time[:19].replace('T', ' ')} UTC" if time else "")
     if facts.reason:
         yield "error", printable(facts.reason.splitlines()[0])
-    if facts.steps:
-        yield (
-            "steps",
-            ", ".join(
-                f"{step.iteration}: {'not finite' if step.loss is None else f'{step.loss:.4f}'}" for step in facts.steps
-            ),
-        )
-    else:
-        yield "steps", "none was logged"
+    losses = [(it.iteration, "not finite" if it.loss is None else f"{it.loss:.4f}") for it in facts.steps]
+    yield "steps", ", ".join(f"{iteration}: {loss}" for iteration, loss in losses) or "none was logged"
     if diagnosis.seen:
         yield "seen", diagnosis.seen
     yield "cause", diagnosis.cause

@@ -29,8 +29,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a rule may use."""
-
     exit_code: int | None
     """None if nothing recorded one, because the run was lost."""
     failure: FirstFailure | None = None
@@ -76,7 +74,6 @@ class Facts:
 
     @property
     def who(self) -> str:
-        """The rank and its node."""
         if self.failure is None:
             return "the launcher"
         if self.failure.agreed:
@@ -99,7 +96,7 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
         reason=_reason(first, log),
         log=log,
         launcher=answer.launcher,
-        steps=_steps(answer.metrics),
+        steps=tuple(Step(int(it["iteration"]), it.get("loss")) for it in answer.metrics if "split" not in it)[-_STEPS:],
         planned="" if rank is None else _planned(answer.plan, ranks.get(rank)),
         kernel=answers.get("" if first is None else first.node, Evidence()).kernel,
         stuck=stuck_rank([answer.last_collectives for answer in answers.values()], nodes),
@@ -119,12 +116,6 @@ def _reason(first: FirstFailure | None, log: str) -> str:
     name = re.match(r"(\w+)\(", reason)
     traced = name and re.findall(rf"^(?:\w+\.)*{name[1]}: .+", log, re.MULTILINE)
     return str(traced[-1]) if traced else reason
-
-
-def _steps(metrics: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
-    return tuple(Step(int(entry["iteration"]), entry.get("loss")) for entry in metrics if "split" not in entry)[
-        -_STEPS:
-    ]
 
 
 def _planned(plan: Mapping[str, Any], entry: Mapping[str, Any] | None) -> str:

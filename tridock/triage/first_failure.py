@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tridock.contracts.events import Cause, Event
+from tridock.contracts.records import record_of
 from tridock.errors import Problem
 
 _LENGTH = 300
@@ -33,7 +34,6 @@ class FirstFailure:
 
     @property
     def problem(self) -> Problem | None:
-        """The Tridock error in the event."""
         recorded = self.event.get("problem")
         return Problem.of(recorded) if recorded else None
 
@@ -55,7 +55,8 @@ def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstF
         seen = found[0]
         node = str(seen.get("node") or "the launcher")
         return FirstFailure(seen.get("rank"), node, str(seen.get("reason"))[:_LENGTH], seen=True, event=seen)
-    failures = {json.dumps(event, sort_keys=True): event for event in attempt if _is_failure(event)}
+    of_ranks = (event for event in attempt if event["event"] == Event.RUN_FAILED and "rank" in event)
+    failures = {json.dumps(event, sort_keys=True): event for event in of_ranks}
     if not failures:
         return None
     first = min(failures.values(), key=lambda event: (bool(event.get("consequence")), str(event.get("time"))))
@@ -82,18 +83,16 @@ def _essence(event: Mapping[str, Any]) -> str:
 
 
 def _weight(event: Mapping[str, Any]) -> int:
-    """Ranks events by how much they explain: a lost node, then the ranks that lost it, then a program that failed, then
-    a node that ended its ranks without the head, then the launcher.
+    """Ranks events by how much they explain: a lost node, then the ranks that lost it, then one that was asked to end,
+    then a program that failed, then a node that ended its ranks without the head, then the launcher.
 
     A program that could not start explains the ranks that it lacks.
     """
     if event.get("cause") == Cause.PROGRAM_FAILED:
+        return 2
+    if event.get("cause") == Cause.RANK_SIGNALLED and "SIGTERM" in str(event.get("reason")):
         return 1
-    return {Event.NODE_LOST: -1, Event.HEAD_LOST: 2, Event.LAUNCHER_ENDED: 3}.get(Event(event["event"]), 0)
-
-
-def _is_failure(event: Mapping[str, Any]) -> bool:
-    return str(event["event"]) == Event.RUN_FAILED and "rank" in event
+    return {Event.NODE_LOST: -1, Event.HEAD_LOST: 3, Event.LAUNCHER_ENDED: 4}.get(Event(event["event"]), 0)
 
 
 def _last_attempt(files: Iterable[str]) -> list[dict[str, Any]]:
@@ -105,9 +104,6 @@ def _last_attempt(files: Iterable[str]) -> list[dict[str, Any]]:
 
 def _events(content: str) -> Iterator[dict[str, Any]]:
     for line in content.split("\n"):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # the last line of a node that died during the write
-        if isinstance(event, dict) and "event" in event:
+        # The last line of a node that died during the write is none.
+        if (event := record_of(line)) is not None and "event" in event:
             yield event

@@ -12,8 +12,8 @@ export DS_ENV_FILE=/workspace/runs/tiny-20260102-030405-abcd/deepspeed_env
 
 exec deepspeed \
   --hostfile /workspace/runs/tiny-20260102-030405-abcd/hostfile \
-  --include 10.10.10.102:4,5@10.10.10.105:4,5 \
-  --master_addr 10.10.10.102 \
+  --include gpu-1:4,5@gpu-2:4,5 \
+  --master_addr gpu-1 \
   --master_port 29500 \
   --launcher pdsh \
   --no_ssh_check \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts sshd and dockerd; the operator's public key comes in AUTHORIZED_KEY.
+# Starts sshd and dockerd, which starts again if it ends; the operator's public key comes in AUTHORIZED_KEY.
 set -Eeuo pipefail
 
 install -d -m 700 -o trainer -g trainer /home/trainer/.ssh
@@ -7,4 +7,6 @@ printf '%s\n' "$AUTHORIZED_KEY" >/home/trainer/.ssh/authorized_keys
 chown trainer:trainer /home/trainer/.ssh/authorized_keys
 ssh-keygen -A >/dev/null
 /usr/sbin/sshd -E /var/log/sshd.log
-exec dockerd --host unix:///var/run/docker.sock >/var/log/dockerd.log 2>&1
+while :; do
+    dockerd --host unix:///var/run/docker.sock >>/var/log/dockerd.log 2>&1 || sleep 1
+done

@@ -16,8 +16,8 @@ from tridock.cluster.settings import Cluster, load_cluster
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     path = tmp_path / "lab"
-    path.write_text("Node-1 slots=2\n10.0.0.2 slots=1\nfe80::1%eth0 slots=4\n")
-    path.with_name("lab.yaml").write_text("ssh_port: 2300\nnodes: {Node-1: {address: 192.168.0.1}}\n")
+    path.write_text("Node-1 slots=2\n192.0.2.2 slots=1\nfe80::1%eth0 slots=4\n")
+    path.with_name("lab.yaml").write_text("ssh_port: 2300\nnodes: {Node-1: {address: 198.51.100.1}}\n")
     return load_cluster(path)
 
 
@@ -91,7 +91,7 @@ def test_json_of_another_kind_is_a_value_error(content: bytes) -> None:
 
 def test_a_nodes_files(cluster: Cluster) -> None:
     keys = ClusterKeys.generate(node.name for node in cluster.nodes)
-    files, other = map(node_files(cluster, keys), ("Node-1", "10.0.0.2"))
+    files, other = map(node_files(cluster, keys), ("Node-1", "192.0.2.2"))
     assert sorted(files) == sorted(other) == sorted(NODE_FILES)
     assert files["authorized_keys"].decode() == f"restrict,pty {keys.client.public} tridock-lab\n"
     assert files["id_ed25519"] == keys.client.private
@@ -105,9 +105,9 @@ def test_a_nodes_files(cluster: Cluster) -> None:
     [
         ("[node-1]:2300", "Node-1"),
         ("[Node-1]:2300", "Node-1"),
-        ("[192.168.0.1]:2300", "Node-1"),
+        ("[198.51.100.1]:2300", "Node-1"),
         ("node-1", "Node-1"),
-        ("[10.0.0.2]:2300", "10.0.0.2"),
+        ("[192.0.2.2]:2300", "192.0.2.2"),
         ("[fe80::1%eth0]:2300", "ip6-fe80--1-eth0"),
         ("[ip6-fe80--1-eth0]:2300", "ip6-fe80--1-eth0"),
     ],
@@ -128,9 +128,9 @@ def ssh_g(path: Path, host: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("called", "address"),
     [
-        ("Node-1", "192.168.0.1"),
-        ("192.168.0.1", "192.168.0.1"),
-        ("10.0.0.2", "10.0.0.2"),
+        ("Node-1", "198.51.100.1"),
+        ("198.51.100.1", "198.51.100.1"),
+        ("192.0.2.2", "192.0.2.2"),
         ("ip6-fe80--1-eth0", "fe80::1%eth0"),
         ("fe80::1%eth0", "fe80::1%eth0"),
     ],

@@ -16,7 +16,7 @@ from tridock.errors import RequestError
 def hostfile(tmp_path: Path) -> Path:
     path = tmp_path / "hostfiles" / "lab"
     path.parent.mkdir()
-    path.write_text("node-1 slots=2\n10.0.0.2 slots=1\n2001:DB8::3 slots=4\n")
+    path.write_text("node-1 slots=2\n192.0.2.2 slots=1\n2001:DB8::3 slots=4\n")
     return path
 
 
@@ -45,16 +45,16 @@ def test_without_a_settings_file(hostfile: Path, monkeypatch: pytest.MonkeyPatch
     assert cluster.project_folder == hostfile.parents[1]
     assert cluster.state_folder == hostfile.parents[1] / ".tridock" / "lab"
     assert cluster.head == "node-1"
-    assert cluster.slots == {"node-1": (0, 1), "10.0.0.2": (0,), "ip6-2001-db8--3": (0, 1, 2, 3)}
+    assert cluster.slots == {"node-1": (0, 1), "192.0.2.2": (0,), "ip6-2001-db8--3": (0, 1, 2, 3)}
     assert cluster.nodes[0] == ClusterNode("node-1", "node-1", "node-1", 2)
 
 
 def test_ipv6_addresses_get_a_label_that_pdsh_and_docker_take(hostfile: Path) -> None:
     cluster = load_cluster(hostfile)
     assert cluster.nodes[2] == ClusterNode("ip6-2001-db8--3", "2001:DB8::3", "2001:DB8::3", 4)
-    assert cluster.host_of("ip6-2001-db8--3") == "2001:DB8::3"
+    assert cluster.node("ip6-2001-db8--3").host == "2001:DB8::3"
     assert node_label("fe80::1%eth0") == "ip6-fe80--1-eth0"
-    assert node_label("10.0.0.1") == "10.0.0.1"
+    assert node_label("192.0.2.1") == "192.0.2.1"
 
 
 def test_everything_that_can_be_set(hostfile: Path) -> None:
@@ -78,10 +78,10 @@ container:
   cap_add: []
   extra_args: [--cpuset-cpus, 0-15]
 ssh_port: 2300
-listen: [10.0.0.1]
+listen: [192.0.2.1]
 env: {NCCL_DEBUG: INFO, GLOO_SOCKET_IFNAME: eth0}
 nodes:
-  node-1: {address: 192.168.0.1, listen: [192.168.0.1], env: {GLOO_SOCKET_IFNAME: eth1}}
+  node-1: {address: 198.51.100.1, listen: [198.51.100.1], env: {GLOO_SOCKET_IFNAME: eth1}}
   2001:DB8::3: {address: storage.example.org}
 compose: {file: twin.yml, project: twin}
 """,
@@ -90,24 +90,24 @@ compose: {file: twin.yml, project: twin}
     assert (cluster.name, cluster.workdir) == ("rack-3", "/scratch/tridock")
     assert cluster.settings.container.ulimits == {"memlock": -1, "nofile": "1024:524288"}
     assert cluster.settings.container.mounts == ("/data:/data:ro", "cache:/root/.cache")
-    assert cluster.address_of("node-1") == "192.168.0.1"
-    assert cluster.address_of("10.0.0.2") == "10.0.0.2"
-    assert cluster.address_of("ip6-2001-db8--3") == "storage.example.org"
+    assert cluster.node("node-1").address == "198.51.100.1"
+    assert cluster.node("192.0.2.2").address == "192.0.2.2"
+    assert cluster.node("ip6-2001-db8--3").address == "storage.example.org"
     assert cluster.env_of("node-1") == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth1"}
-    assert cluster.env_of("10.0.0.2") == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}
-    assert cluster.listen_of("node-1") == ("192.168.0.1",)
-    assert cluster.listen_of("10.0.0.2") == ("10.0.0.1",)
+    assert cluster.env_of("192.0.2.2") == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert cluster.listen_of("node-1") == ("198.51.100.1",)
+    assert cluster.listen_of("192.0.2.2") == ("192.0.2.1",)
 
 
 def test_no_run_begins_on_a_spare(hostfile: Path) -> None:
     settings_file(hostfile, "spares: [node-1, '2001:DB8::3']")
     cluster = load_cluster(hostfile)
-    assert cluster.slots == {"10.0.0.2": (0,)}
+    assert cluster.slots == {"192.0.2.2": (0,)}
     assert cluster.spares == {"node-1": (0, 1), "ip6-2001-db8--3": (0, 1, 2, 3)}
-    assert list(cluster.everywhere) == ["10.0.0.2", "node-1", "ip6-2001-db8--3"]
-    assert cluster.head == "10.0.0.2"
+    assert list(cluster.everywhere) == ["192.0.2.2", "node-1", "ip6-2001-db8--3"]
+    assert cluster.head == "192.0.2.2"
     assert load_cluster(hostfile, exclude="node-1").spares == {"ip6-2001-db8--3": (0, 1, 2, 3)}
-    asked_for = load_cluster(hostfile, include="node-1@10.0.0.2")
+    asked_for = load_cluster(hostfile, include="node-1@192.0.2.2")
     assert (asked_for.head, asked_for.spares) == ("node-1", {})
 
 
@@ -117,9 +117,9 @@ def test_spares_that_cannot_be(hostfile: Path) -> None:
     assert load_message(hostfile) == (
         f"{path}: spares.1: is not a node of {hostfile}; got 'node-2'; did you mean node-1?"
     )
-    settings_file(hostfile, "spares: [node-1, 10.0.0.2, '2001:DB8::3']")
+    settings_file(hostfile, "spares: [node-1, 192.0.2.2, '2001:DB8::3']")
     assert load_message(hostfile) == (
-        f"{path}: spares: names every node; got node-1, 10.0.0.2, 2001:DB8::3; keep at least one node "
+        f"{path}: spares: names every node; got node-1, 192.0.2.2, 2001:DB8::3; keep at least one node "
         "that is not a spare: runs start there"
     )
 
@@ -179,15 +179,15 @@ def test_numbers_are_those_of_yaml_1_2(text: str, problem: str) -> None:
 
 
 def test_a_wrong_field_of_a_node_is_told_the_right_one() -> None:
-    text = "nodes: {node-1: {adress: 10.0.0.1}, node-2: {zz: 1}, address: {lisen: [10.0.0.2]}}"
+    text = "nodes: {node-1: {adress: 192.0.2.1}, node-2: {zz: 1}, address: {lisen: [192.0.2.2]}}"
     assert message(text) == (
-        "lab.yaml: nodes.node-1.adress: is not a field; got '10.0.0.1'; did you mean address?\n"
+        "lab.yaml: nodes.node-1.adress: is not a field; got '192.0.2.1'; did you mean address?\n"
         "lab.yaml: nodes.node-2.zz: is not a field; got 1; remove it, or use one of address, listen, env\n"
-        "lab.yaml: nodes.address.lisen: is not a field; got ['10.0.0.2']; did you mean listen?"
+        "lab.yaml: nodes.address.lisen: is not a field; got ['192.0.2.2']; did you mean listen?"
     )
 
 
-@pytest.mark.parametrize("text", ["container: {devices: /dev/x}", "listen: 10.0.0.1"])
+@pytest.mark.parametrize("text", ["container: {devices: /dev/x}", "listen: 192.0.2.1"])
 def test_a_list_must_be_one(text: str) -> None:
     field = "listen" if text.startswith("listen") else "container.devices"
     value = text.split(": ")[-1].rstrip("}")
@@ -228,7 +228,7 @@ def test_addresses_of_the_wrong_form() -> None:
     text = """
 listen: [eth0]
 nodes:
-  a: {address: "10.0.0.1:22", listen: ["[::1]"]}
+  a: {address: "192.0.2.1:22", listen: ["[::1]"]}
   b: {address: "-oProxyCommand=id"}
   c: {address: "fe80::1%eth0", listen: ["::1"]}
 """
@@ -238,7 +238,7 @@ nodes:
     assert message(text) == (
         f"lab.yaml: listen: {wrong}; got 'eth0'; {todo}\n"
         f"lab.yaml: nodes.a.listen: {wrong}; got '[::1]'; {todo}\n"
-        f"lab.yaml: nodes.a.address: {address}; got '10.0.0.1:22'; {name}\n"
+        f"lab.yaml: nodes.a.address: {address}; got '192.0.2.1:22'; {name}\n"
         f"lab.yaml: nodes.b.address: {address}; got '-oProxyCommand=id'; {name}"
     )
 
@@ -263,20 +263,20 @@ def test_settings_for_nodes_that_are_not_there(hostfile: Path) -> None:
     source = hostfile.with_name("lab.yaml")
     assert load_message(hostfile) == (
         f"{source}: nodes.node-2: is not a node of {hostfile}; did you mean node-1?\n"
-        f"{source}: nodes.elsewhere: is not a node of {hostfile}; use one of node-1, 10.0.0.2, 2001:DB8::3"
+        f"{source}: nodes.elsewhere: is not a node of {hostfile}; use one of node-1, 192.0.2.2, 2001:DB8::3"
     )
 
 
 def test_two_nodes_at_one_address(hostfile: Path) -> None:
-    settings_file(hostfile, "nodes: {node-1: {address: 10.0.0.2}}")
+    settings_file(hostfile, "nodes: {node-1: {address: 192.0.2.2}}")
     assert load_message(hostfile) == (
-        f"{hostfile.with_name('lab.yaml')}: nodes.10.0.0.2: has the address of node-1; got 10.0.0.2; "
+        f"{hostfile.with_name('lab.yaml')}: nodes.192.0.2.2: has the address of node-1; got 192.0.2.2; "
         "give each node its own address"
     )
 
 
 def test_filters(hostfile: Path) -> None:
-    cluster = load_cluster(hostfile, exclude="node-1@10.0.0.2")
+    cluster = load_cluster(hostfile, exclude="node-1@192.0.2.2")
     assert (cluster.head, cluster.slots) == ("ip6-2001-db8--3", {"ip6-2001-db8--3": (0, 1, 2, 3)})
     assert len(cluster.nodes) == 3
     assert load_cluster(hostfile, include="node-1:1").slots == {"node-1": (1,)}
@@ -294,12 +294,12 @@ def test_the_first_nodes_and_slots(hostfile: Path) -> None:
     cluster = load_cluster(hostfile)
     assert cluster.first(None, None) == cluster
     few = cluster.first(2, 1)
-    assert (few.slots, few.spares) == ({"10.0.0.2": (0,), "ip6-2001-db8--3": (0,)}, {"node-1": (0, 1)})
+    assert (few.slots, few.spares) == ({"192.0.2.2": (0,), "ip6-2001-db8--3": (0,)}, {"node-1": (0, 1)})
     assert load_cluster(hostfile, include="node-1:1").first(1, 1).slots == {"node-1": (1,)}
     for nodes, slots, problem in (
         (3, None, "--nodes: is more than the hostfile has; got 3; give at most 2"),
         (0, None, "--nodes: must be 1 or more; got 0; give 1 to 2"),
-        (2, 2, "--slots: is more than 10.0.0.2 has; got 2; give at most 1"),
+        (2, 2, "--slots: is more than 192.0.2.2 has; got 2; give at most 1"),
         (None, -1, "--slots: must be 1 or more; got -1; give 1 to 1"),
     ):
         with pytest.raises(RequestError) as caught:
@@ -310,10 +310,10 @@ def test_the_first_nodes_and_slots(hostfile: Path) -> None:
 @pytest.mark.parametrize(
     ("image", "name"),
     [
-        ("mine", "tridock-wrapped/mine:latest"),
-        ("pytorch/pytorch:2.9-Cuda", "tridock-wrapped/pytorch/pytorch:2.9-Cuda"),
-        ("registry.lab:5000/team/mine:1", "tridock-wrapped/registry.lab-5000/team/mine:1"),
-        ("mine:1@sha256:0123456789abcdef", "tridock-wrapped/mine:0123456789ab"),
+        ("mine", "localhost/tridock-wrapped/mine:latest"),
+        ("pytorch/pytorch:2.9-Cuda", "localhost/tridock-wrapped/pytorch/pytorch:2.9-Cuda"),
+        ("registry.example:5000/team/mine:1", "localhost/tridock-wrapped/registry.example-5000/team/mine:1"),
+        ("mine:1@sha256:0123456789abcdef", "localhost/tridock-wrapped/mine:0123456789ab"),
     ],
 )
 def test_an_image_to_wrap(hostfile: Path, image: str, name: str) -> None:

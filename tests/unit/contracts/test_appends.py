@@ -19,6 +19,7 @@ OTHER = """
 import sys
 from pathlib import Path
 from tridock.contracts import appends
+appends._LOCK_S = 60.0
 print("here", flush=True)
 appends.append(Path(sys.argv[1]), b'{"by": "other"}\\n')
 """

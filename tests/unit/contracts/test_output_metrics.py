@@ -89,3 +89,12 @@ def test_a_pattern_that_finds_no_loss_is_refused(pattern: str, message: str) -> 
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is compared
         reader_of(pattern)
     assert str(refusal.value) == message
+
+
+def test_what_every_node_prints_without_an_iteration_is_counted_once() -> None:
+    metrics = OutputMetrics("hf-trainer", ["node-2"])
+    lines = [f"{node}: {{'loss': '{loss}'}}" for loss in (2.5, 2.25) for node in ("node-1", "node-2")]
+    found = [record for line in (*lines, "{'eval_loss': 2.0}") for record in metrics.records(line)]
+    assert [(it["iteration"], it["loss"]) for it in found] == [(1, 2.5), (2, 2.25), (2, 2.0)]
+    counted = OutputMetrics("key=value", ["2"])
+    assert [it["iteration"] for it in counted.records("2: step=7 loss=1")] == [7]

@@ -42,7 +42,7 @@ def test_an_exit_code_that_cannot_be_read_is_none(content: bytes, code: int | No
 
 
 def test_half_of_a_surrogate_pair_is_text_that_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text('{"ranks": [{"node": "no\\ud800de \\uD83D\\uDE00", "slot": 0}]}')
+    (tmp_path / "plan.json").write_text('{"layout": "no\\ud800de \\uD83D\\uDE00", "ranks": []}')
     (tmp_path / "events.jsonl").write_text('{"event": "\\uDC00"}\n')
-    assert read_plan(tmp_path)["ranks"][0]["node"] == "no?de \U0001f600"
+    assert read_plan(tmp_path)["layout"] == "no?de \U0001f600"
     assert read_lines(tmp_path / "events.jsonl") == [{"event": "?"}]

@@ -24,7 +24,6 @@ def make(prefix: Path, documents: list[list[int]], /, **facts: Any) -> Path:
         "end_of_document": END,
         "inputs": (INPUT,),
         "sequences": len(dataset),
-        "empty_documents": closed.count([]),
         "versions": {"tridock": "0.1.0"},
     }
     write_manifest(prefix, DatasetManifest(**(known | facts)))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridock.data.input.documents import parse, remedy
+from tridock.data.input.documents import form_of, parse
 from tridock.data.input.sources import Kind
 
 JSON = "is not valid JSON"
@@ -52,13 +52,11 @@ def test_a_deeply_nested_value_is_no_text() -> None:
 
 def test_the_message_and_its_remedy() -> None:
     refused = parse(b"1\n", ["a", "b"], Kind.JSONL).rejected_lines[0]
-    assert str(refused.problem("x.jsonl", 7, remedy(["a", "b"], Kind.JSONL))) == (
+    assert str(refused.problem("x.jsonl", 7, form_of(["a", "b"], Kind.JSONL))) == (
         "x.jsonl:7: is not a JSON object; got 1; correct or remove the line, or skip such lines with --on-error skip "
         '--rejects FILE; each is one object such as {"a": "…", "b": "…"}'
     )
-    assert remedy(["text"], Kind.TEXT) == (
-        "correct or remove the line, or skip such lines with --on-error skip --rejects FILE"
-    )
+    assert form_of(["text"], Kind.TEXT) == ""
 
 
 def test_several_keys_and_lists_of_texts() -> None:

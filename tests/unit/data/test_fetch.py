@@ -152,6 +152,24 @@ def test_a_wrong_beginning_is_fetched_again(site: Site, tmp_path: Path) -> None:
     assert [wanted for _, wanted in site.asked] == ["bytes=1000-", None]
 
 
+@pytest.mark.parametrize("how", ["whole", "a link"])
+def test_a_part_that_is_another_file_is_not_written(
+    site: Site, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It became whole between the opening and the lock; or it is a link to somebody's file."""
+    part, other = tmp_path / ".c.jsonl.part", tmp_path / "other"
+    other.write_bytes(b"kept")
+    if how == "a link":
+        part.symlink_to(other)
+    else:
+        part.hardlink_to(other)
+        monkeypatch.setattr(fetch.fcntl, "flock", lambda *_: part.unlink())
+    assert fetched(f"{site.address}/c.jsonl", "--folder", str(tmp_path)) == 2
+    assert f"{part}: " in capsys.readouterr().err
+    assert other.read_bytes() == b"kept"
+    assert site.asked == []
+
+
 def test_mirrors_come_first_and_need_not_have_everything(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,15 +241,15 @@ def test_no_network(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["gpt3", "ftp://a/b", "http://a/"],
+        (["gpt3", "ftp://a.example/b", "http://a.example/"],
          ["SOURCE: is not the URL of a file; got 'gpt3'; give http(s)://…/FILE, or a known name: gpt2",
-          "SOURCE: is not the URL of a file; got 'ftp://a/b'; give http(s)://…/FILE, or a known name: gpt2",
-          "SOURCE: is not the URL of a file; got 'http://a/'; give http(s)://…/FILE, or a known name: gpt2"]),
-        (["http://a/x.txt", "http://b/x.txt", "--sha256", "12"],
+          "SOURCE: is not the URL of a file; got 'ftp://a.example/b'; give http(s)://…/FILE, or a known name: gpt2",
+          "SOURCE: is not the URL of a file; got 'http://a.example/'; give http(s)://…/FILE, or a known name: gpt2"]),
+        (["http://a.example/x.txt", "http://b.example/x.txt", "--sha256", "12"],
          ["SOURCE: is the name of two files; got x.txt; fetch them to two folders",
-          "--sha256: is the hash of one file; got http://a/x.txt http://b/x.txt; give one URL",
+          "--sha256: is the hash of one file; got http://a.example/x.txt http://b.example/x.txt; give one URL",
           "--sha256: is not a SHA-256; got '12'; give 64 hexadecimal digits"]),
-        (["http://a/x.txt", "--mirror", "file:///srv"],
+        (["http://a.example/x.txt", "--mirror", "file:///srv"],
          ["--mirror: is neither a folder nor a URL; got 'file:///srv'; give a folder, or http(s)://…"]),
     ],
 )  # fmt: skip

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset_writer import IndexedDatasetWriter
-from tridock.data.dataset.indexed_dataset import HEADER, IndexedDataset, token_dtype
+from tridock.contracts.data_index import HEADER
+from tridock.data.dataset.indexed_dataset import IndexedDataset, token_dtype
 from tridock.errors import RequestError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=9), max_size=9)

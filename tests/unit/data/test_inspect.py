@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.data.sets import END, make
 from tests.unit.data.test_indexed_dataset import DOCUMENTS, write
 from tridock.cli import main
-from tridock.data.dataset.indexed_dataset import HEADER
+from tridock.contracts.data_index import HEADER
 from tridock.data.dataset.inspect import inspect
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
@@ -98,7 +98,9 @@ def test_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     make(Path("f/d"), [[], [1, 2]])
     write(Path("f/e"), [])
     assert main(["data", "inspect", "f", "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    shown = json.loads(capsys.readouterr().out)
+    (first, second), version = shown["data_sets"], shown["version"]
+    assert version == 1
     manifest = json.loads(Path("f/d.json").read_text())
     lengths = {"min": 0, "p5": 0, "median": 0, "p95": 3, "mean": 1.5, "max": 3}
     bars = [(0, 0, 1), (1, 1, 0), (2, 3, 1)]

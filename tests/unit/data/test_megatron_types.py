@@ -142,7 +142,7 @@ def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
     wrong.write_text("[1]")
     with pytest.raises(RequestError, match="is not a model of SentencePiece; name a model of SentencePiece"):
         SentencePieceTokenizer(wrong)
-    with pytest.raises(RequestError, match="is not a tokenizer of Megatron's for tiktoken; name a JSON list of"):
+    with pytest.raises(RequestError, match="is not a tokenizer for tiktoken; name Megatron's JSON list of"):
         TikTokenizer(wrong)
     for kind in (SentencePieceTokenizer, TikTokenizer):
         with pytest.raises(RequestError, match="cannot be read as a tokenizer; got No such file or directory"):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.unit.data.sets import END, INPUT, content, make
 from tests.unit.data.test_indexed_dataset import COPY_OR_REBUILD, DOCUMENTS, write
 from tridock.cli import main
+from tridock.contracts.data_index import HEADER
 from tridock.data.dataset import slices
-from tridock.data.dataset.indexed_dataset import HEADER, IndexedDataset
+from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
 from tridock.data.dataset.merge import merge
 from tridock.data.dataset.slices import Output, Slice, write_outputs
@@ -82,7 +83,6 @@ def test_a_folder_and_its_manifest(capsys: pytest.CaptureFixture[str]) -> None:
         "inputs": (INPUT.model_dump(),),
         "json_key": "text, body",
         "sequences": 2,
-        "empty_documents": 1,
         "rejected": 2,
         "versions": {"tridock": "0.1.0, 0.0.9", "numpy": "2"},
         "part": None,
@@ -210,6 +210,17 @@ def test_an_interrupt_leaves_what_was_there() -> None:
     assert not list(Path().glob(".*"))
 
 
+def test_what_killed_commands_left_of_this_output_is_removed() -> None:
+    make(Path("a"), [[5]])
+    for name in (".out.4242.0a1b2c3d.part", ".other.4242.0a1b2c3d.part"):
+        Path(name).mkdir()
+        Path(name, "lock").touch()
+        Path(name, "new").mkdir()
+        Path(name, "new/bin").write_bytes(b"half")
+    merge([Path("a")], Path("out"))
+    assert [path.name for path in Path().glob(".*")] == [".other.4242.0a1b2c3d.part"]
+
+
 def test_an_input_that_shrinks_meanwhile() -> None:
     prefix = make(Path("a"), [[5]])
     part = Slice(IndexedDataset(prefix), 0, 1)
@@ -236,10 +247,10 @@ def test_holes_stay_holes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_of_an_earlier_tridock_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     prefix = make(Path("a"), [[1]])
     old = json.loads(prefix.with_suffix(".json").read_text())
-    for name in ("part", "bin_sha256", "idx_sha256", "sequences", "empty_documents"):
+    for name in ("part", "bin_sha256", "idx_sha256", "sequences"):
         del old[name]
     Path("a.json").write_text(json.dumps(old))
     assert main(["data", "merge", "--input", "a", "--output-prefix", "out"]) == 0
     manifest = read_manifest(Path("out"))
     assert manifest is not None
-    assert (manifest.sequences, manifest.empty_documents) == (1, 0)
+    assert manifest.sequences == 1

@@ -57,9 +57,9 @@ def test_an_old_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -
     out, err = capsys.readouterr()
     assert out.startswith("o_text_document: 3 documents in, 3 out (1 empty), 0 rejected; ")
     assert (
-        "--keep-newlines: has no effect without --split-sentences\n"
-        "--partitions: has no effect; --workers sets the number of processes\n"
-        "--keep-sequential-samples: has no effect; documents always keep their order\n"
+        "--keep-newlines: has no effect: texts are not split into sentences\n"
+        "--partitions: has no effect: --workers sets the number of processes\n"
+        "--keep-sequential-samples: has no effect: documents always keep their order\n"
     ) in err
     assert "Processed 3 documents (" in err
     tokenizer = BytePairTokenizer.load(Path("t"))
@@ -88,7 +88,7 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(folder: Path, capsys: py
         "--workers: must be at least 1; got 0; raise it, or leave it out",
         "--log-interval: must be at least 1; got 0; raise it, or leave it out",
         "--rejects: is required with --on-error skip; name a file for the skipped lines",
-        "--resume: cannot continue with standard input; leave --resume out and start from the beginning",
+        "--resume: cannot continue with standard input or a URL; leave --resume out and start from the beginning",
     ]
     assert main(gpt2("--rejects", "r")) == 2
     assert capsys.readouterr().err == "--rejects: has no effect without --on-error skip; got r; add it\n"
@@ -198,16 +198,6 @@ def test_special_tokens_in_texts(folder: Path) -> None:
     for more, count in (([], 0), (["--allow-special"], 1)):
         assert main(gpt2(*more, "--encoder", "reference")) == 0
         assert IndexedDataset(Path("o_text_document"))[0].tolist().count(end) == count
-
-
-def test_what_megatron_leaves_out_of_the_merges_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    merges = Path("t/merges.txt").read_text().splitlines()
-    Path("t/merges.txt").write_text("\n".join(merges[1:]))
-    assert main(gpt2("--encoder", "reference")) == 0
-    assert capsys.readouterr().err.splitlines() == [
-        "t/merges.txt: the first line is ignored, as Megatron does, although it is no comment",
-        "t/merges.txt: the last line is ignored, as Megatron does, because no newline ends it",
-    ]
 
 
 def test_the_seeds_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,22 +121,22 @@ def test_publishing_may_be_interrupted_anywhere(
     expected = files(tmp_path)
     for path in tmp_path.glob("w*"):
         path.unlink()
-    real = Path.replace
+    real = os.replace
     for step in range(1, 12):
         left = step
 
-        def replace(self: Path, target: Path) -> Path:
+        def replace(source: Path, target: Path, **given: int | None) -> None:
             nonlocal left
             left -= 1
             if not left:
                 raise KeyboardInterrupt
-            return real(self, target)
+            real(source, target, **given)
 
-        monkeypatch.setattr(Path, "replace", replace)
+        monkeypatch.setattr(os, "replace", replace)
         try:
             preprocess(request(tokenizer, tmp_path / "w", source, **more))
         except KeyboardInterrupt:
-            monkeypatch.setattr(Path, "replace", real)
+            monkeypatch.setattr(os, "replace", real)
             assert all(
                 (tmp_path / f"w_{k}_document.bin").exists() for k in "ab" if (tmp_path / f"w_{k}_document.idx").exists()
             )
@@ -295,3 +295,16 @@ def test_the_time_of_many_inputs_does_not_grow_as_their_square(
     done = preprocess(request(tokenizer, tmp_path / "o", *sources, journal_seconds=0), lambda _: None)
     assert done.bytes == 50 * len(lines("one"))
     assert passes <= 2, "once before all, and once for the manifest"
+
+
+def test_a_second_ctrl_c_while_the_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = shutil.rmtree
+
+    def interrupted(path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt), ResumableBuild(tmp_path / "o", 1, {}, resume=False):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())

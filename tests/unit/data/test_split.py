@@ -66,7 +66,6 @@ def test_train_valid_and_test(capsys: pytest.CaptureFixture[str]) -> None:
         "inputs": (INPUT.model_dump(),),
         "json_key": "text",
         "sequences": 6,
-        "empty_documents": 1,
         "rejected": 0,
         "part": "documents 0 to 6 of the 10 of d",
     }

@@ -187,10 +187,11 @@ def test_a_full_disk_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert [path.name for path in Path().iterdir()] == ["a.jsonl"]
 
 
-def cpu_time(pid: int, after: float = 0) -> list[str]:
-    """What the process has used."""
+def used(pid: int, after: float = 0) -> tuple[bool, list[str]]:
+    """Whether the process could go on, and the time that it has used."""
     time.sleep(after)
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return state != "S", fields[10:12]
 
 
 @pytest.mark.parametrize("learning", [False, True])
@@ -214,10 +215,10 @@ def test_ctrl_c_ends_it_at_once(folder: Path, learning: bool) -> None:
             assert run.stderr.readline() == b"read 1 documents; training the tokenizer\n"
         else:
             # At rest: a signal in the moment when the other process starts is only seen with the next one.
-            while not list(folder.glob(".r.*")) or cpu_time(run.pid) != cpu_time(run.pid, after=0.2):
+            while not list(folder.glob(".r.*")) or used(run.pid) != (False, used(run.pid, after=0.2)[1]):
                 assert run.poll() is None
         os.killpg(run.pid, signal.SIGINT)
-        run.wait(timeout=30)
+        run.wait(timeout=60)
         assert (run.returncode, run.stderr.read()) == (130, b"interrupted\n")
     finally:
         run.kill()

@@ -1,15 +1,18 @@
 """`tridock data verify`: accepts sound data, and names the place of each kind of damage."""
 
 import hashlib
+import os
+import pickle
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.unit.data.sets import END, make
 from tests.unit.data.test_indexed_dataset import COPY_OR_REBUILD, write
 from tridock.cli import main
-from tridock.data.dataset.indexed_dataset import HEADER
+from tridock.contracts.data_index import HEADER
 
 DOCUMENTS = [[7, 8, 9], [], [65, 499], [3]]
 COPY_ALL = "copy all three files again, or build them again with `tridock data preprocess`"
@@ -297,3 +300,25 @@ def test_a_disk_that_cannot_be_read(command: Command) -> None:
     Path("d.bin").symlink_to("/proc/self/mem")  # whose first page nobody has
     todo = "make it readable for this user, or copy it again"
     assert command.problems("d") == [f"d: cannot be read; got Input/output error; {todo}"]
+
+
+def test_an_index_map_that_is_no_array_is_named_and_not_read(command: Command, whole: Path, tmp_path: Path) -> None:
+    """Its name is what Megatron-LM v1.1.5 looks for beside the data."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "done"),)
+
+    first, second, other = (Path(f"{name}_train_indexmap_8ns_4sl_1s_doc_idx.npy") for name in ("d", "d_x", "e"))
+    np.save(first, np.arange(8))
+    second.touch()
+    other.write_bytes(pickle.dumps(Evil()))
+    command.out(whole)
+    first.write_bytes(pickle.dumps(Evil()))
+    second.unlink()
+    second.mkdir()
+    assert command.problems(whole) == [
+        f"{name}: is no array of NumPy, as every index map is; remove it: a run makes its index maps itself"
+        for name in (first, second)
+    ]
+    assert not (tmp_path / "done").exists()

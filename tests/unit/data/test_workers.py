@@ -62,10 +62,8 @@ class Characters:
         return [np.frombuffer(text.encode("ascii"), np.uint8).astype(np.uint32) for text in texts]
 
 
-@pytest.mark.parametrize("slot_bytes", [4 << 20, 2])
-def test_large_lines_and_results_never_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, slot_bytes: int) -> None:
-    """Without room in shared memory both are larger than a pipe holds."""
-    monkeypatch.setattr(workers_module, "_SLOT_BYTES", slot_bytes)
+def test_large_lines_and_results_never_wait_for_each_other() -> None:
+    """Both are larger than a pipe holds."""
     source = Source("a", None, Kind.TEXT)
     lines = [b"%d" % (number % 10) * 500_000 for number in range(12)]
     chunks = (Chunk(source, 0, n + 1, line, 1, 0, Future(), 0) for n, line in enumerate(lines))

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tests.experiments import make_plan
-from tridock.engines import engine_of
+from tridock.engines import cost_model_of
 from tridock.engines.deepspeed import deepspeed_config
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, dump_experiment, parse_experiment
 from tridock.gpus import find_gpu
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.plan.assess import assess
 from tridock.plan.assumptions import Assumptions
-from tridock.plan.host_memory import HostMemory
+from tridock.plan.memory import HostMemory
 
 UPSTREAM = """{
   "train_batch_size": 48,
@@ -209,8 +209,8 @@ def test_without_deepspeed_it_is_refused() -> None:
 )
 def test_the_plan_knows_the_buckets(options: dict[str, Any], elements: int) -> None:
     given = experiment({"zero_optimization": {"stage": 2, **options}})
-    engine = engine_of(given)
-    states = engine.states(given, engine.parameters(given, 0), Shape(data=4, accumulation=1, slots=4), "cuda")
+    costs = cost_model_of(given)
+    states = costs.states(given, costs.parameters(given, 0), LayoutShape(data=4, accumulation=1, slots=4), "cuda")
     assert states.bucket == 2 * elements
 
 
@@ -280,32 +280,34 @@ def test_states_on_nvme_reach_deepspeed() -> None:
 
 def test_the_plan_knows_what_is_on_nvme() -> None:
     """Bytes of one of four ranks in bf16: its files, its locked buffers, and what each step reads and writes."""
-    shape = Shape(data=4, accumulation=2, slots=4)
+    shape = LayoutShape(data=4, accumulation=2, slots=4)
     model = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 64}
 
     def on_nvme(**zero: Any) -> Experiment:
         return experiment({"zero_optimization": {"stage": 3, **zero}}, model=model, precision="bf16")
 
     plain = on_nvme()
-    engine = engine_of(plain)
-    weights = engine.parameters(plain, 0)
+    costs = cost_model_of(plain)
+    weights = costs.parameters(plain, 0)
     owned, widest = weights.total // 4, weights.embedding // 4
     optimizer = on_nvme(offload_optimizer=NVME, sub_group_size=10**6)
-    states, cpu = engine.states(optimizer, weights, shape, "cuda"), engine.states(plain, weights, shape, "cuda")
+    states, cpu = costs.states(optimizer, weights, shape, "cuda"), costs.states(plain, weights, shape, "cuda")
     assert (states.swapped, states.swap_buffers) == (12 * owned, 4 * owned)
     assert (states.offloaded, states.optimizer, states.gradients) == (0, 0, 0)
     assert states.locked == 4 * 4 * min(owned, 10**6 + widest) == states.host_buffers - 2 * owned
     assert states.saved == cpu.saved
-    assert engine.copied_bytes(optimizer, weights, states) == 0 < engine.copied_bytes(plain, weights, cpu)
-    assert engine.host_work(optimizer, shape).nvme == 32 * owned
+    assert costs.copied_bytes(optimizer, weights, states) == 0 < costs.copied_bytes(plain, weights, cpu)
+    assert costs.host_work(optimizer, shape).nvme == 32 * owned
     kept = on_nvme(offload_param=NVME, sub_group_size=10**6)
-    assert engine.states(kept, weights, shape, "cuda").swapped == 0  # of fewer than max_in_cpu
+    assert costs.states(kept, weights, shape, "cuda").swapped == 0  # of fewer than max_in_cpu
     both = on_nvme(offload_optimizer=NVME, offload_param=NVME | {"max_in_cpu": owned // 2}, sub_group_size=10**6)
-    moved = engine.states(both, weights, shape, "cuda")
+    moved = costs.states(both, weights, shape, "cuda")
     assert moved.swapped - states.swapped == 2 * (owned - owned // 2)
     assert moved.offloaded == 2 * (owned // 2)
-    assert engine.host_work(both, shape).nvme == 32 * owned + 5 * 2 * (owned - owned // 2)
-    assert engine.states(on_nvme(offload_optimizer=NVME), weights, Shape(1000, 1, 4), "cuda").swapped == 0  # < 1 MiB
+    assert costs.host_work(both, shape).nvme == 32 * owned + 5 * 2 * (owned - owned // 2)
+    assert (
+        costs.states(on_nvme(offload_optimizer=NVME), weights, LayoutShape(1000, 1, 4), "cuda").swapped == 0
+    )  # < 1 MiB
 
 
 def test_nvme_takes_time_and_little_memory_of_the_host() -> None:
@@ -349,12 +351,12 @@ def test_the_plan_knows_where_the_states_are(stage: int, parts: tuple[str, ...],
     """Bytes a parameter on 4 replicas in bf16, of what lasts. On a CPU rank host and device are one."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0} | {f"offload_{part}": CPU for part in parts}
     given = experiment({"zero_optimization": zero})
-    engine, shape = engine_of(given), Shape(data=4, accumulation=1, slots=4)
-    weights = engine.parameters(given, 0)
+    costs, shape = cost_model_of(given), LayoutShape(data=4, accumulation=1, slots=4)
+    weights = costs.parameters(given, 0)
     small = 2 * weights.final_norm  # which stays whole
-    states = engine.states(given, weights, shape, "cuda")
+    states = costs.states(given, weights, shape, "cuda")
     assert (states.persistent - (small if stage == 3 else 0)) / weights.total == pytest.approx(on_gpu, abs=1e-2)
     assert (states.offloaded + states.host_buffers) / weights.total == pytest.approx(on_host, abs=1e-2)
     plain = experiment({"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
-    assert states.saved == engine.states(plain, weights, shape, "cuda").saved
-    assert engine.states(given, weights, shape, "cpu") == engine.states(plain, weights, shape, "cpu")
+    assert states.saved == costs.states(plain, weights, shape, "cuda").saved
+    assert costs.states(given, weights, shape, "cpu") == costs.states(plain, weights, shape, "cpu")

@@ -44,6 +44,7 @@ FP16 = {"precision": "fp16", **DDP}
 CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "name": ("other", {}),
     "engine": (None, {}),
+    "program": ("nemo", {}),
     "model.preset": ("gpt2", {"model": {"preset": "gpt2-large", "seq_length": 64}}),
     "model.num_layers": (16, {}),
     "model.hidden_size": (128, {}),
@@ -65,14 +66,24 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.rotary_base": (500, ROPE),
     "model.rotary_percent": (0.5, ROPE),
     "model.use_rope_scaling": (True, ROPE),
+    "model.rope_scaling_type": ("yarn", {**ROPE, "model.use_rope_scaling": True}),
     "model.rope_scaling_factor": (32.0, {**ROPE, "model.use_rope_scaling": True}),
+    "model.original_max_position_embeddings": (4096, {**ROPE, "model.use_rope_scaling": True}),
+    "model.no_rope_freq": (4, ROPE),
     "model.normalization": ("RMSNorm", {}),
     "model.norm_epsilon": (1e-6, {}),
     "model.qk_layernorm": (True, {}),
+    "model.qk_layernorm_all_heads": (True, {"model.qk_layernorm": True}),
+    "model.use_post_norm": (True, {}),
     "model.swiglu": (True, {}),
     "model.activation_func": ("gelu", {}),
     "model.add_bias_linear": (False, {}),
     "model.add_qkv_bias": (True, {"model.add_bias_linear": False}),
+    "model.add_attention_bias": (True, {"model.add_bias_linear": False}),
+    "model.embedding_multiplier": (12.0, {}),
+    "model.residual_multiplier": (0.22, {}),
+    "model.attention_multiplier": (0.015625, {}),
+    "model.logits_scaling": (8.0, {}),
     "model.untie_embeddings_and_output_weights": (True, {}),
     "model.vocab_size": (1000, {}),
     "model.make_vocab_size_divisible_by": (64, {}),
@@ -116,6 +127,9 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "batch.micro_batch_size": (1, {}),
     "batch.global_batch_size": (32, ZERO),
     "data.data_path": ("data/y", {}),
+    "data.train_data_path": ("data/y", {"data.data_path": None, "data.train_data_path": "data/x"}),
+    "data.valid_data_path": ("data/y", {"data.data_path": None, "data.train_data_path": "data/x"}),
+    "data.test_data_path": ("data/y", {"data.data_path": None, "data.train_data_path": "data/x"}),
     "data.split": ("98,1,1", {}),
     "data.vocab_file": ("other.json", {}),
     "data.merge_file": ("other.txt", {}),
@@ -145,8 +159,10 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.save": (False, {}),
     "train.keep_checkpoints": (2, {}),
     "train.async_save": (False, {}),
+    "train.checkpoint_copies": (2, {}),
     "train.checkpoint_folder": ("elsewhere", {}),
     "train.load": ("runs/other/checkpoints", {}),
+    "train.override_checkpoint": (("optimizer.lr",), {}),
     "train.seed": (7, {}),
     "train.compile": (True, {}),
     "train.tf32": (True, {}),
@@ -154,12 +170,12 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.profile_iters": (5, {}),
     "launch.launcher": ("ssh", {}),
     "launch.master_port": (29999, {}),
+    "launch.allow_other_tokenizer": (True, {}),
     "launch.hang_timeout": (99, {}),
     "restart.max": (3, {}),
     "restart.window": (99, {}),
     "restart.node_timeout": (99, {}),
     "restart.min_nodes": (2, {}),
-    "restart.replication_factor": (2, {}),
     "trackers": ([{"name": "wandb"}], {}),
     "notify": ([{"variable": "A"}], {}),
     "megatron_args": (("--num-workers", "0"), {}),
@@ -169,7 +185,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
 """Each field with a value that is not its default, and what else the experiment needs for it to matter."""
 LAUNCH = ("launchers", "ops", "node")
 """Rooms that honour what starts and supervises a run, whichever engine it has."""
-OF_TORCH = [f"tridock.train.{room}" for room in ("bench", "models", "parallel")]
+OF_TORCH = [f"tridock.train.{room}" for room in ("bench", "models.gpt", "models.layered", "models.resnet", "parallel")]
 """Rooms of engine torch, of which the others import helpers that read no field."""
 
 
@@ -189,8 +205,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def experiment(engine: str, fields: dict[str, Any]) -> Experiment:
     """Changed in what the engine refuses anyway only where ``fields`` ask for it."""
     own: dict[str, Any] = {"engine": engine}
-    if ENGINES[engine].tokenizer_fields:
-        own |= {f"data.{name}": "file" for name in ENGINES[engine].tokenizer_fields}
+    if ENGINES[engine].program.tokenizer_fields:
+        own |= {f"data.{name}": "file" for name in ENGINES[engine].program.tokenizer_fields}
     given = {path: value for path, value in fields.items() if "." not in path}
     dotted = {path: value for path, value in fields.items() if "." in path}
     return with_fields({**BASE, **given}, {**own, **dotted})
@@ -211,7 +227,7 @@ def accepted(engine: str, path: str) -> tuple[Experiment, Experiment]:
     Where Megatron v1.1.5's own data parallelism cannot do it, DeepSpeed's can.
     """
     value, needs = CHANGED[path]
-    fields = ENGINES[engine].fields
+    fields = ENGINES[engine].rules.fields
     needs = {other: given for other, given in needs.items() if not isinstance(declared(fields, other), Refused)}
     before, after = experiment(engine, needs), experiment(engine, {**needs, path: value})
     if layout_problems(after, 8):
@@ -224,14 +240,15 @@ def program(given: Experiment) -> RankProgram:
 
 
 def imported(module: str) -> Iterator[Path]:
-    """The files of ``train`` and ``data`` that a rank's program imports, wherever it does."""
+    """The files of ``train`` and ``data`` that a rank's program imports, wherever it does, and its checks of inputs."""
     seen: set[Path] = set()
     waiting = [module, f"{module}.__main__"]
     while waiting:
         name = waiting.pop()
         file = ROOT / (name.replace(".", "/") + ".py")
         file = file if file.is_file() else file.with_suffix("") / "__init__.py"
-        if name.split(".")[:2] not in (["tridock", "train"], ["tridock", "data"]) or file in seen or not file.is_file():
+        rooms = ("tridock.train", "tridock.data", "tridock.experiment.inputs", "tridock.experiment.training")
+        if not f"{name}.".startswith(tuple(f"{room}." for room in rooms)) or file in seen or not file.is_file():
             continue
         if module != "tridock.train" and name.startswith(tuple(OF_TORCH)):
             continue
@@ -243,16 +260,16 @@ def imported(module: str) -> Iterator[Path]:
 
 
 @functools.cache
-def model_functions() -> dict[str, ast.FunctionDef]:
-    found = nodes(ROOT / "tridock/experiment/model.py")
+def functions(section: str) -> dict[str, ast.FunctionDef]:
+    file = {"model": "model", "data": "data_sets"}.get(section)
+    found = nodes(ROOT / f"tridock/experiment/{file}.py") if file else []
     return {node.name: node for node in found if isinstance(node, ast.FunctionDef)}
 
 
 @functools.cache
 def behind(section: str, name: str) -> frozenset[str]:
-    """The fields that a property of the model reads, or the name itself."""
-    found = model_functions().get(name)
-    if section != "model" or not found:
+    """The fields that a property of the model or of the data reads, or the name itself."""
+    if not (found := functions(section).get(name)):
         return frozenset({name})
     inner = (node for node in ast.walk(found) if isinstance(node, ast.Attribute))
     return frozenset().union(*(behind(section, node.attr) for node in inner if getattr(node.value, "id", "") == "self"))
@@ -285,17 +302,17 @@ def test_every_field_has_another_value_here() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_engine_declares_fields_of_the_schema(engine: str) -> None:
     paths = {*leaves(Experiment), *Experiment.model_fields}
-    assert set(ENGINES[engine].fields) <= paths
+    assert set(ENGINES[engine].rules.fields) <= paths
 
 
 @pytest.mark.parametrize("path", CHANGED)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_field_is_what_the_engine_declares(engine: str, path: str) -> None:
-    if path == "engine":
+    if path in ("engine", "program"):  # tests/unit/plan/test_other_programs.py
         return
-    what = declared(ENGINES[engine].fields, path)
+    what = declared(ENGINES[engine].rules.fields, path)
     where = path
-    if path in ("model.img_h", "model.img_w", "model.num_classes") and not ENGINES[engine].trains_images:
+    if path in ("model.img_h", "model.img_w", "model.num_classes") and not ENGINES[engine].rules.trains_images:
         where, what = "model.preset", Refused()
     if isinstance(what, Refused):
         value, needs = CHANGED[path]
@@ -306,7 +323,7 @@ def test_a_field_is_what_the_engine_declares(engine: str, path: str) -> None:
     assert before != after
     assert where not in {problem.where for problem in layout_problems(after, 8)}
     started = program(before)
-    rows = [ENGINES[engine].padded_vocab_size(50, one) for one in (before, after)]
+    rows = [ENGINES[engine].rules.padded_vocab_size(50, one) for one in (before, after)]
     is_changed = started != program(after) or rows[0] != rows[1]
     differing = set(different(before, after))
     is_read = bool(differing & fields_read(started.module))

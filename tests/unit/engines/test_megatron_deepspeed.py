@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.experiments import make_plan
 from tridock.engines import rank_program
-from tridock.engines.megatron_lm.arguments import megatron_arguments
-from tridock.engines.megatron_lm.legality import OWNED
+from tridock.engines.megatron_lm.program import megatron_arguments
+from tridock.engines.megatron_lm.rules import OWNED
 from tridock.experiment import Experiment
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"

@@ -16,8 +16,11 @@ from tridock.experiment.schema import DEFAULT_STRATEGY, Engine
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.xdist_group("sources")
 HOME = ROOT / "tridock" / "engines"
-MODULE_NAMES = {ROOT / "tridock" / "train" / "checkpoints" / "pickles.py"}
-"""Compares names of Python modules, of which torch is one."""
+MODULE_NAMES = {
+    ROOT / "tridock" / "train" / "checkpoints" / "pickles.py",
+    ROOT / "tridock" / "node" / "probes" / "torch_files.py",
+}
+"""Compare names of Python modules, of which torch is one."""
 
 
 def named(node: ast.AST) -> bool:
@@ -62,3 +65,22 @@ def test_only_the_engines_compare_engine_names() -> None:
 
 def test_every_engine_of_the_schema_is_there() -> None:
     assert set(ENGINES) == set(get_args(Engine)) == set(DEFAULT_STRATEGY)
+
+
+def engine_modules(path: Path) -> set[Path]:
+    """The modules of engines that a module imports, directly or through another of them."""
+    names = {node.module for node in nodes(path) if isinstance(node, ast.ImportFrom) and node.module}
+    names |= {
+        f"{node.module}.{one.name}" for node in nodes(path) if isinstance(node, ast.ImportFrom) for one in node.names
+    }
+    found = {
+        file for name in names if HOME in (file := ROOT / f"{name.replace('.', '/')}.py").parents and file.exists()
+    }
+    return found.union(*(engine_modules(file) for file in found))
+
+
+@pytest.mark.parametrize("path", [*HOME.rglob("rules.py"), *HOME.rglob("cost_model.py")], ids=str)
+def test_rules_and_cost_models_know_no_program(path: Path) -> None:
+    found = {file.stem for file in engine_modules(path)}
+    assert "fields" in found
+    assert not found & {"program", "arguments", "checkpoint_layout"}

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.experiment.flops import model_flops_per_token
 from tridock.experiment.model import Model
-from tridock.experiment.weights import model_parameters
+from tridock.experiment.parameters import model_flops_per_token, model_parameters
 
 SIZES = st.integers(1, 4096)
 

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from tests.experiments import with_fields
-from tridock.engines import engine_of
+from tridock.engines import rules_of
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, dump_experiment, parse_experiment, resnet
-from tridock.experiment.flops import causal_flops_per_token, model_flops_per_token
-from tridock.experiment.weights import model_parameters
+from tridock.experiment.parameters import causal_flops_per_token, model_flops_per_token, model_parameters
 
 BASE: dict[str, Any] = {
     "name": "a",
@@ -43,7 +42,7 @@ def test_fewer_classes_and_larger_images() -> None:
 def test_it_reads_itself_again() -> None:
     written = experiment(**{"model.num_classes": 10})
     assert parse_experiment(dump_experiment(written), "here") == written
-    assert engine_of(written).padded_vocab_size(10, written) == 10
+    assert rules_of(written).padded_vocab_size(10, written) == 10
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,22 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tridock.contracts.supervision import Supervision
+from tridock.errors import RequestError
 from tridock.experiment.command import CommandExperiment
-from tridock.launchers.command import CommandRun, make_command_bundle
+from tridock.launchers.run import Run, make_bundle
+from tridock.launchers.ssh import Ssh
 
 ID = "train-20260101-000000-abcd"
 
 
 def texts(**fields: Any) -> dict[str, str]:
     experiment = CommandExperiment(name="train", engine="command", **fields)
-    run = CommandRun(experiment, {"a": (0, 1), "b": (2, 3)}, ID, "a.example", 29500, {"tridock": "1"})
-    return {name: content.decode() for name, content in make_command_bundle(run).files.items()}
+    place = {"master_addr": "a.example", "master_port": 29500, "manifest": {"tridock": "1"}}
+    run = Run(experiment, {"a": (0, 1), "b": (2, 3)}, ID, **place)  # type: ignore[arg-type]
+    return {name: content.decode() for name, content in make_bundle(run, Ssh()).files.items()}
 
 
 def test_every_node_has_its_script() -> None:
@@ -45,6 +50,15 @@ def test_a_python_path_of_ones_own_leaves_tridock_to_be_found() -> None:
     assert all("export PYTHONPATH=deps:/opt/tridock\n" in files[name] for name in ("launch.sh", "launch-node-0.sh"))
 
 
+def test_the_gpus_of_a_program_are_its_slots() -> None:
+    with pytest.raises(RequestError) as refusal:
+        texts(command=("torchrun", "train.py"), env={"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert str(refusal.value) == (
+        "env.CUDA_VISIBLE_DEVICES: chooses GPUs of a node, as the slots do; got '0,1'; leave it out: the slots are the"
+        " GPUs (--slots 4, or --include NODE:0,2)"
+    )
+
+
 def test_the_supervisor_observes_the_ranks() -> None:
     files = texts(command=("torchrun", "t.py"), restart={"max": 2}, launch={"hang_timeout": 60})
     supervision = Supervision.from_json(files["supervision.json"])
@@ -59,7 +73,7 @@ def test_a_restart_has_the_resume_command_and_setup_comes_first() -> None:
     )
     start = f"tridock-python -P -m tridock.node start-nodes /workspace/runs/{ID}"
     assert (
-        f"\n{start} setup.sh\nexport DS_ENV_FILE=/workspace/runs/{ID}/deepspeed_env\nexec deepspeed --hostfile"
+        f"export DS_ENV_FILE=/workspace/runs/{ID}/deepspeed_env\n\n{start} setup.sh\nexec deepspeed --hostfile"
         in (files["launch.sh"])
     )
     assert f"\n{start} setup.sh\nexec {start} 'launch-resume-node-{{node_rank}}.sh'\n" in files["launch-resume.sh"]

@@ -12,9 +12,9 @@ def test_no_blank_or_comment_line_which_deepspeed_cannot_read() -> None:
 
 
 def test_two_nodes_go_over_pdsh() -> None:
-    command = deepspeed_command(PROGRAM, {"a": [0, 1], "b": [0, 1]}, "/r/hostfile", "10.0.0.1", 29500)
+    command = deepspeed_command(PROGRAM, {"a": [0, 1], "b": [0, 1]}, "/r/hostfile", "192.0.2.1", 29500)
     assert command.render() == (
-        "deepspeed --hostfile /r/hostfile --master_addr 10.0.0.1 --master_port 29500 --launcher pdsh --no_ssh_check "
+        "deepspeed --hostfile /r/hostfile --master_addr 192.0.2.1 --master_port 29500 --launcher pdsh --no_ssh_check "
         "--no_local_rank --module tridock.train --run-folder /workspace/runs/x"
     )
 

@@ -8,19 +8,21 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from tridock.errors import RequestError
-from tridock.launchers.programs import Place, has_rank_logs, on_node
+from tridock.launchers.programs import Place, has_rank_logs, is_per_slot, on_node, program_of
+from tridock.launchers.self_launchers import Per
 
 SLOTS = {"a": (0, 1), "b": (0, 1)}
 START_RANKS = "tridock-python -P -m tridock.node start-ranks"
 LOG = "tridock.node.rank_output"
-RENDEZVOUS = "--master-addr 10.0.0.1 --master-port 29500"
+DEEPSPEED = (
+    f"--hostfile /r/hostfile --master_addr 192.0.2.1 --master_port 29500 --launcher pdsh --no_ssh_check --module {LOG}"
+)
+RENDEZVOUS = "--master-addr 192.0.2.1 --master-port 29500"
 
 
-def line(
-    command: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SLOTS, *, per_node: bool = False
-) -> str:
-    place = Place(slots, node_rank, "10.0.0.1", 29500, "/r/hostfile", ("A", "B"), per_node=per_node)
-    return shlex.join(on_node(tuple(shlex.split(command)), place))
+def line(command: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SLOTS, per: Per | None = None) -> str:
+    place = Place(slots, node_rank, "192.0.2.1", 29500, "/r/hostfile", ("A", "B"))
+    return shlex.join(on_node(tuple(shlex.split(command)), place, per))
 
 
 @pytest.mark.parametrize(
@@ -42,13 +44,13 @@ def line(
         ),
         (
             "python -u -W ignore -X dev -m deepspeed.launcher.runner train.py",
-            "python -u -W ignore -X dev -m deepspeed.launcher.runner --hostfile /r/hostfile --master_addr 10.0.0.1"
+            "python -u -W ignore -X dev -m deepspeed.launcher.runner --hostfile /r/hostfile --master_addr 192.0.2.1"
             f" --master_port 29500 --launcher pdsh --no_ssh_check --module {LOG} train.py",
         ),
         (
             "accelerate launch --mixed_precision bf16 train.py",
             "accelerate launch --multi_gpu --num_machines 2 --machine_rank 1 --num_processes 4"
-            f" --main_process_ip 10.0.0.1 --main_process_port 29500 --mixed_precision bf16 --module {LOG} train.py",
+            f" --main_process_ip 192.0.2.1 --main_process_port 29500 --mixed_precision bf16 --module {LOG} train.py",
         ),
         (
             "mpirun --bind-to none python train.py",
@@ -56,8 +58,24 @@ def line(
         ),
         (
             "deepspeed train.py --deepspeed_config ds.json",
-            "deepspeed --hostfile /r/hostfile --master_addr 10.0.0.1 --master_port 29500 --launcher pdsh --no_ssh_check"
-            f" --module {LOG} train.py --deepspeed_config ds.json",
+            "deepspeed --hostfile /r/hostfile --master_addr 192.0.2.1 --master_port 29500 --launcher pdsh"
+            f" --no_ssh_check --module {LOG} train.py --deepspeed_config ds.json",
+        ),
+        ("deepspeed.pt train.py", f"deepspeed.pt {DEEPSPEED} train.py"),
+        (
+            "accelerate-launch train.py",
+            "accelerate-launch --multi_gpu --num_machines 2 --machine_rank 1 --num_processes 4"
+            f" --main_process_ip 192.0.2.1 --main_process_port 29500 --module {LOG} train.py",
+        ),
+        (
+            "tune run full_finetune_distributed --config a.yaml lr=1",
+            f"tune run --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} full_finetune_distributed"
+            " --config a.yaml lr=1",
+        ),
+        (
+            "composer train.py",
+            "composer --nproc 2 --world_size 4 --base_rank 2 --node_rank 1 --master_addr 192.0.2.1 --master_port 29500"
+            " train.py",
         ),
         (
             "python train.py 'a b'",
@@ -95,8 +113,8 @@ def test_options_that_the_cluster_decides_are_refused(command: str, name: str, r
     with pytest.raises(RequestError) as refusal:
         line(command)
     assert str(refusal.value) == (
-        f"command: {name} gets these options from Tridock; got {refused}; leave them out: the hostfile and --restarts"
-        " decide"
+        f"command: {name} gets these options from Tridock; got {refused}; leave them out: the hostfile,"
+        " --nodes, --slots and --restarts decide"
     )
 
 
@@ -125,11 +143,18 @@ def test_output_is_copied_by_rank_unless_the_user_sees_to_it() -> None:
         assert LOG not in line(it)
 
 
-def test_one_process_per_slot_needs_nodes_of_the_same_size() -> None:
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("python train.py", "starts once per slot"),
+        ("accelerate launch train.py", "accelerate launch starts as many ranks on each node"),
+    ],
+)
+def test_one_process_per_slot_needs_nodes_of_the_same_size(command: str, what: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        line("python train.py", slots={"a": (0,), "b": (0, 1)})
+        line(command, slots={"a": (0,), "b": (0, 1)})
     assert str(refusal.value) == (
-        "command: starts once per slot, and nodes differ in slots; got a: 1, b: 2; use torchrun, or --include"
+        f"command: {what}, and nodes differ in slots; got a: 1, b: 2; use torchrun, or --include"
     )
 
 
@@ -138,24 +163,24 @@ def test_a_program_per_node_has_the_variables_of_its_node_and_those_of_torchrun(
         "NNODES": "2",
         "NODE_RANK": "1",
         "NPROC_PER_NODE": "3",
-        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_ADDR": "192.0.2.1",
         "MASTER_PORT": "29500",
     }
     variables = [f"{prefix}{name}={value}" for prefix in ("", "PET_") for name, value in rendezvous.items()]
     slots = {"a": (0,), "b": (0, 1, 2)}
-    assert line("bash run.sh 'a b'", slots=slots, per_node=True) == shlex.join(
+    assert line("bash run.sh 'a b'", slots=slots, per="node") == shlex.join(
         ["env", *variables, "bash", "run.sh", "a b"]
     )
-    assert not has_rank_logs(["bash", "run.sh"], per_node=True)
+    assert not has_rank_logs(["bash", "run.sh"], "node")
 
 
 @pytest.mark.parametrize("command", ["torchrun train.py", "deepspeed train.py", "mpirun ./a.out"])
 def test_a_launcher_is_started_as_it_needs_and_not_per_node(command: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        line(command, per_node=True)
+        line(command, per="node")
     name = command.split()[0]
     todo = f"leave it out: Tridock starts {name} where it belongs"
-    assert str(refusal.value) == f"per: node is for programs that start the ranks of their node; got {name}; {todo}"
+    assert str(refusal.value) == f"per: node is for programs that start ranks themselves; got {name}; {todo}"
 
 
 @pytest.mark.parametrize(
@@ -167,4 +192,54 @@ def test_a_launcher_behind_another_program_is_not_started_once_per_slot(command:
     todo = f"begin with {named}, or add --per node"
     assert str(refusal.value) == f"command: starts {named} once per slot, each alone; got {command}; {todo}"
     assert line("python launch.py torchrun")
-    assert line(command, per_node=True).endswith(command)
+    assert line(command, per="node").endswith(command)
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        ("llamafactory-cli train a.yaml", "FORCE_TORCHRUN=1"),
+        ("/opt/venv/bin/swift sft --model m", "NNODES=2"),
+        ("axolotl train a.yaml --launcher torchrun", "NNODES=2"),
+        ("axolotl train a.yaml --launcher=torchrun", "NNODES=2"),
+        ("python ./deepy.py train.py -d configs a.yml", "DLTS_HOSTFILE=/r/hostfile"),
+    ],
+)
+def test_a_program_that_starts_ranks_itself_is_given_what_it_reads(command: str, first: str) -> None:
+    own = line(command)
+    assert own.split()[:2] == ["env", first]
+    assert own.endswith(f" {command}")
+    argv = shlex.split(command)
+    assert not is_per_slot(argv)
+    assert program_of(argv)[0].runs_on_every_node(in_job=False) is ("deepy.py" not in command)
+    assert is_per_slot(argv, "slot")  # who says so means it
+
+
+@pytest.mark.parametrize(
+    ("command", "todo"),
+    [
+        ("axolotl train a.yaml", "add --launcher torchrun"),
+        ("horovodrun -np 4 python a.py", "begin with mpirun and the same program"),
+        ("colossalai run a.py", "begin with torchrun and the same script"),
+        ("ray start --head", "use --per node with a script that starts the head where NODE_RANK is 0"),
+    ],
+)
+def test_a_program_that_starts_ranks_of_one_node_alone_is_refused(command: str, todo: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        line(command)
+    words = " ".join(command.split()[:2])
+    assert str(refusal.value) == (
+        f"command: starts ranks itself, and does not read where the other nodes are; got {words}; {todo}"
+    )
+    assert line(command, per="node").endswith(f" {command}")
+
+
+def test_a_program_on_the_head_alone() -> None:
+    expected = "env DLTS_HOSTFILE=/r/hostfile NNODES=2 MASTER_ADDR=192.0.2.1 MASTER_PORT=29500 bash all.sh"
+    assert line("bash all.sh", 0, per="cluster") == expected
+    place = Place(SLOTS, 0, "192.0.2.1", 29500, "/r/hostfile", in_job=True)
+    with pytest.raises(RequestError) as refusal:
+        on_node(("bash", "all.sh"), place, "cluster")
+    assert str(refusal.value) == (
+        "per: cluster is for programs that reach the other nodes over ssh; use --per node in a job"
+    )

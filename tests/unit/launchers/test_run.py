@@ -2,17 +2,17 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tridock.contracts.supervision import Supervision
-from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.launchers.bundle import RunBundle, default_port
 from tridock.launchers.local import Local
-from tridock.launchers.run import Launcher, RunRequest, make_bundle
+from tridock.launchers.run import Launcher, RunBundle, default_port, make_bundle
 from tridock.launchers.ssh import Ssh
+from tridock.ops.runs.prepare import prepared_from
 from tridock.plan import assess
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
@@ -28,25 +28,17 @@ env: {NCCL_DEBUG: INFO, GREETING: it's two words}
 CLUSTERS = {
     "two-nodes": {"node-1": [0, 1], "node-2": [0, 1]},
     "one-node": {"node-1": [0, 1, 2, 3]},
-    "chosen-slots": {"10.10.10.102": [4, 5], "10.10.10.105": [4, 5]},
+    "chosen-slots": {"gpu-1": [4, 5], "gpu-2": [4, 5]},
 }
 SSH = Ssh()
 
 
 def bundle(cluster: str, *overrides: str, launcher: Launcher = SSH) -> RunBundle:
     experiment, slots = parse_experiment(EXPERIMENT, "e.yaml", overrides), CLUSTERS[cluster]
-    return make_bundle(
-        RunRequest(
-            experiment,
-            assess(experiment, slots, "e.yaml"),
-            slots,
-            run_id=RUN_ID,
-            master_addr=next(iter(slots)),
-            master_port=29500,
-            manifest={"image": "sha256:1"},
-        ),
-        launcher,
-    )
+    prepared = prepared_from(assess(experiment, slots, "e.yaml"), slots, RUN_ID)
+    manifest = {"image": "sha256:1"}
+    run = replace(prepared, master_addr=next(iter(slots)), master_port=29500, manifest=manifest)
+    return make_bundle(run, launcher)
 
 
 @pytest.mark.parametrize(
@@ -95,27 +87,13 @@ def is_golden(script: str, golden: str, tmp_path: Path) -> None:
 def test_files_of_the_folder() -> None:
     made = bundle("chosen-slots")
     assert made.path == f"/workspace/runs/{RUN_ID}"
-    assert made.files["hostfile"].decode() == "10.10.10.102 slots=6\n10.10.10.105 slots=6\n"
+    assert made.files["hostfile"].decode() == "gpu-1 slots=6\ngpu-2 slots=6\n"
     assert made.files["deepspeed_env"].decode().splitlines() == [
         "NCCL_DEBUG=INFO", "GREETING=it's two words", f"TRIDOCK_RUN_ID={RUN_ID}", "TRIDOCK_WORLD_SIZE=4",
     ]  # fmt: skip
     assert json.loads(made.files["manifest.json"]) == {"image": "sha256:1", "run_id": RUN_ID}
     assert json.loads(made.files["ds_config.json"])["train_batch_size"] == 4
     assert json.loads(made.files["plan.json"])["world_size"] == 4
-
-
-def test_copies_of_the_head_need_voters() -> None:
-    """Without a majority that outlives the head nobody may take over; a node alone has no use for them."""
-    with pytest.raises(RequestError) as caught:
-        bundle("two-nodes", "restart.max=3", "restart.replication_factor=2")
-    assert str(caught.value) == (
-        "restart.replication_factor: above 1 needs at least 3 nodes, of which a majority must outlive the head; "
-        "got node-1, node-2; add a node or a spare, or leave it out"
-    )
-    with pytest.raises(RequestError, match="above 1 is for runs that restart"):
-        bundle("two-nodes", "restart.replication_factor=2")
-    made = bundle("one-node", "restart.max=3", "restart.replication_factor=2", launcher=Local())
-    assert Supervision.from_json(made.files["supervision.json"].decode()).voters == ()
 
 
 def test_what_the_supervisor_has_to_know() -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tridock.errors import RequestError
-from tridock.launchers.slurm.request import make_request, seconds_of, tasks_per_node
+from tridock.launchers.slurm.profile import make_request
+from tridock.launchers.slurm.ranks import tasks_per_node
+from tridock.launchers.slurm.request import seconds_of
 
 PROFILES = Path(__file__).parents[3] / "configs" / "slurm"
 
@@ -55,6 +57,9 @@ def test_the_command_line_wins_over_the_profile() -> None:
          "p: env.SLURM_X: is reserved for Tridock or Slurm; got '1'; choose another name"),
         ("{gpus_per_node: 1, partition: a b}",
          r"p: partition: has the wrong form; got 'a b'; write text that matches ^[^\s\x00]+$"),
+        ("{gpus_per_node: 1, time: soon}",
+         "p: time: is not a time limit: 90 (minutes), 1:30:00, 2-12 (days-hours), 2-12:30:00 or UNLIMITED; "
+         "got 'soon'; correct it"),
         ("{gpus_per_node: 1, time: 360}", "p: time: must be text; got 360; put it in quotes"),
         ("{gpus_per_node: 1, partitions: a}", "p: partitions: is not a field; got 'a'; did you mean partition?"),
     ],
@@ -63,6 +68,11 @@ def test_what_cannot_be(text: str, message: str) -> None:
     with pytest.raises(RequestError) as caught:
         make_request(text, "p", {})
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("time", ["UNLIMITED", "unlimited", "INFINITE"])
+def test_no_time_limit(time: str) -> None:
+    assert make_request(f"{{gpus_per_node: 1, time: {time}}}", "p", {}).time == "0"
 
 
 def test_a_gpu_that_is_not_known() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tridock.experiment import load_experiment
-from tridock.launchers.slurm.request import make_request
+from tridock.launchers.slurm.profile import make_request
 from tridock.launchers.slurm.script import Script, program_argv, render
 from tridock.plan import assess
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tridock.contracts.node_answers import Accelerators, Gpu
+from tridock.contracts.node_answers import Accelerators, GpuStatus
 from tridock.node.probes import accelerators as probe
 from tridock.node.probes.accelerators import CudaDriver, cuda_driver, parse
 
@@ -113,7 +113,7 @@ SLICED = """
 @pytest.mark.parametrize(("driver", "cuda"), [("535.129.03", "12.2"), ("580.65.06", "13.0"), ("610.43.02", "13.3")])
 def test_the_versions_of_every_driver_are_read(driver: str, cuda: str) -> None:
     found = parse(report(HEALTHY), TABLES[driver], "")
-    assert found == Accelerators((Gpu(0, H100, 81559, 0, uuid="GPU-0"),), driver, cuda)
+    assert found == Accelerators((GpuStatus(0, H100, 81559, 0, uuid="GPU-0"),), driver, cuda)
 
 
 def test_the_compute_capability_is_that_of_the_uuid() -> None:
@@ -124,8 +124,8 @@ def test_the_compute_capability_is_that_of_the_uuid() -> None:
 def test_a_faulty_gpu_says_what_it_has() -> None:
     found = parse(report(HEALTHY, FAULTY), TABLES["580.65.06"], NVLINKS)
     assert found.gpus == (
-        Gpu(0, H100, 81559, 0, uuid="GPU-0", nvlinks=2),
-        Gpu(
+        GpuStatus(0, H100, 81559, 0, uuid="GPU-0", nvlinks=2),
+        GpuStatus(
             1,
             H100,
             81559,
@@ -146,7 +146,7 @@ def test_a_faulty_gpu_says_what_it_has() -> None:
 def test_an_old_gpu_and_one_that_shares_its_memory() -> None:
     found = parse(report(VOLTA, SHARED), TABLES["580.65.06"], "")
     assert found.gpus == (
-        Gpu(
+        GpuStatus(
             0,
             "Tesla V100-SXM2-16GB",
             16160,
@@ -155,7 +155,7 @@ def test_an_old_gpu_and_one_that_shares_its_memory() -> None:
             uncorrectable_errors=3,
             slowdowns=("hw_power_brake_slowdown",),
         ),
-        Gpu(1, "NVIDIA GB10", None, None, uuid="GPU-1"),
+        GpuStatus(1, "NVIDIA GB10", None, None, uuid="GPU-1"),
     )
 
 
@@ -194,11 +194,11 @@ def test_a_driver_that_does_not_answer(
 def test_a_driver_that_is_loaded_at_each_question_has_the_time_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight GPUs without persistence mode take twelve seconds or more; here all times are a thirtieth."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nsleep 0.4; echo 'No devices were found'; exit 6\n")
+    """Eight GPUs without persistence mode take twelve seconds or more; here all times are a tenth."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nsleep 1.2; echo 'No devices were found'; exit 6\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(probe, "_TIMEOUT_S", probe._TIMEOUT_S / 30)
+    monkeypatch.setattr(probe, "_TIMEOUT_S", probe._TIMEOUT_S / 10)
     assert probe.accelerators() == Accelerators((), error="No devices were found")
 
 

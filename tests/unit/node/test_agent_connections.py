@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tridock.contracts import heartbeat
+from tridock.contracts.codec import encode
 from tridock.contracts.lease import HeldLease
+from tridock.contracts.rank_status import AgentMessage, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.ssh import Ssh
 from tridock.node.supervisor import agent_connections
 from tridock.node.supervisor.agent_connections import AgentConnections
+from tridock.node.supervisor.verdict import first_death
 
 FOLDER = Path("/workspace/runs/t-20260102-030405-abcd")
 WATCH = ["-P", "-m", "tridock.node", "agent", str(FOLDER), "n2"]
@@ -38,12 +42,24 @@ def test_an_agent_in_a_step_of_a_slurm_job_takes_nothing_from_the_ranks() -> Non
     assert argv[-7:] == [sys.executable, *WATCH]
 
 
-def test_slurm_has_time_to_start_a_nodes_first_step(tmp_path: Path) -> None:
-    ranks = {"n1": (0,), "n2": (1,)}
-    supervision = Supervision("n1", ranks, ("n2",), 1, 30.0, reach=Slurm.reach)
-    watches = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
-    assert watches.silence_s()["n1"] < 1
-    assert watches.silence_s()["n2"] < -50
+@pytest.mark.parametrize("reach", [Slurm.reach, Ssh.reach])
+def test_another_node_has_time_to_start_its_agent_until_the_connection_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reach: Reach
+) -> None:
+    end = tmp_path / "end"
+    wait = f"until [ -e {shlex.quote(str(end))} ]; do sleep 0.05; done"
+    monkeypatch.setattr(Reach, "command", lambda self, node, *arguments: ["bash", "-c", wait])
+    supervision = Supervision("n1", {"n1": (0,), "n2": (1,)}, ("n2",), 1, 30.0, reach=reach)
+    connections = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
+    connections.poll(0.0)
+    assert connections.silence_s()["n1"] >= 0
+    assert connections.silence_s()["n2"] < -50
+    end.touch()
+    deadline = time.monotonic() + 60
+    while connections.silence_s()["n2"] < 0:
+        assert time.monotonic() < deadline
+        connections.poll(0.1)
+    connections.close()
 
 
 @pytest.fixture
@@ -84,3 +100,40 @@ def test_from_a_login_node_the_head_is_watched_as_the_others_are() -> None:
     )
     assert supervision.watched == ("n1", "n2")
     assert Supervision.from_json(supervision.to_json()) == supervision
+
+
+def seen(phase: str, *, alive: bool) -> tuple[RankStatus, ...]:
+    return (RankStatus(1, phase, 0, 1, 0, 0.0, alive=alive),)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "container", "fails"),
+    [
+        (seen(heartbeat.OBSERVED, alive=True), "c1", True),
+        (seen(heartbeat.GONE, alive=False), "c2", True),  # seen to end in the last moment before its container did
+        (seen(heartbeat.GONE, alive=False), "c1", False),
+        (seen(heartbeat.END, alive=False), "c2", False),
+        ((), "c2", True),  # its container ended before the first report of the rank
+        ((), "c1", False),
+    ],
+)
+def test_a_rank_that_a_new_agent_does_not_know_has_ended_with_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[RankStatus, ...], container: str, fails: bool
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    said = [
+        shlex.quote(encode(AgentMessage(ranks=ranks, container="c1"))),
+        shlex.quote(encode(AgentMessage(ranks=(), container=container))),
+    ]
+    agent = f"mkdir {shlex.quote(str(first))} && echo {said[0]} || {{ echo {said[1]}; echo >{second}; cat; }}"
+    monkeypatch.setattr(Reach, "command", lambda self, node, *arguments: ["bash", "-c", agent])
+    supervision = Supervision("n1", {"n1": (1,)}, (), 1, 30.0)
+    connections = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
+    deadline = time.monotonic() + 60
+    while not second.exists():
+        assert time.monotonic() < deadline
+        connections.poll(0.1)
+    for _ in range(10):
+        connections.poll(0.05)
+    assert (first_death(connections.statuses()) is not None) is fails
+    connections.close()

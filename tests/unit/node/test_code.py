@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from hashlib import sha256
 from pathlib import Path
@@ -45,6 +46,20 @@ def test_content_that_is_damaged_is_missing(tmp_path: Path) -> None:
     assert place_code(tmp_path / "run-1", index(run=b"one")).missing == (sha256(b"one").hexdigest(),)
 
 
+def test_old_content_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    """Half of a file too, whose writer was killed; a folder there ends no launch."""
+    kept, old = store(tmp_path / "run-1", b"one"), store(tmp_path / "run-1", b"old")
+    half, folder, link = (kept.with_name(name) for name in (".half.4242.0a1b2c3d.part", "folder", "link"))
+    half.touch()
+    folder.mkdir()
+    link.symlink_to("none")
+    for path in (old, half, folder):
+        os.utime(path, (0, 0))
+    os.utime(link, (0, 0), follow_symlinks=False)
+    assert place_code(tmp_path / "run-1", index(run=b"one")).missing == ()
+    assert {path.name for path in kept.parent.iterdir()} == {kept.name, "folder"}
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../outside"])
 def test_names_outside_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     store(tmp_path / "run-1", b"one")
@@ -55,7 +70,7 @@ def test_names_outside_of_the_folder_are_refused(tmp_path: Path, name: str) -> N
 
 def test_a_runs_files_arrive_with_its_code(tmp_path: Path) -> None:
     store(tmp_path / "run-1", b"one")
-    files = {"launch.sh": b"exec true", "code.json": index(run=b"one").encode()}
+    files = {"launch.sh": b"exec true", "code.json": index(run=b"one").encode(), "supervision.json": b"{}"}
     packed = b"".join((*(archive_member(*file) for file in files.items()), ARCHIVE_END))
     assert place_run(tmp_path / "run-1", io.BytesIO(packed)).missing == ()
     assert {name: (tmp_path / "run-1" / name).read_bytes() for name in files} == files
@@ -65,6 +80,6 @@ def test_a_runs_files_arrive_with_its_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [0, 100, tarfile.BLOCKSIZE + 2, 2 * tarfile.BLOCKSIZE, 3 * tarfile.BLOCKSIZE + 2])
 def test_a_part_of_a_runs_files_is_no_run(tmp_path: Path, at: int) -> None:
     """An archive that is cut between two files reads like a whole one."""
-    packed = archive_member("launch.sh", b"exec true") + archive_member("code.json", index(run=b"one").encode())
+    packed = archive_member("code.json", index(run=b"one").encode()) + archive_member("supervision.json", b"{}")
     with pytest.raises(EOFError, match=r"^only part of the files for .*/run-1 arrived$"):
         place_run(tmp_path / "run-1", io.BytesIO(packed[:at]))

@@ -34,13 +34,13 @@ def test_the_ends_of_what_there_is(make_run: MakeRun) -> None:
     (folder / "logs" / "rank-3.log").write_bytes(b"\xff" + b"".join(b"line %d\n" % number for number in range(2000)))
     (folder / "logs" / "rank-x.log").touch()
     (folder / run_folder.METRICS).write_text('{"iteration": 1, "loss": 2.5}\n{"iteration": 1, "split": "test"}\n{"it')
-    (folder / run_folder.PLAN).write_text('{"ranks": [], "memory": {"gpu": null}, "cost": 1}')
+    (folder / run_folder.PLAN).write_text('{"ranks": [], "memory": {"stages": [], "gpu": null}, "cost": 1}')
     found = evidence_of(folder)
     lines = found.logs[3].splitlines()
     assert (lines[0], lines[-1]) == ("line 1940", "line 1999")
     assert (list(found.logs), found.launcher, found.events) == ([3], "", "")
     assert found.metrics == ({"iteration": 1, "loss": 2.5},)
-    assert found.plan == {"ranks": [], "memory": {"gpu": None}}
+    assert found.plan == {"ranks": [], "memory": {"stages": [], "gpu": None}}
 
 
 @pytest.mark.parametrize(

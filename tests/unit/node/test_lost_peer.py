@@ -29,6 +29,9 @@ class Agents:
     def ssh_errors(self) -> dict[str, str]:
         return {}
 
+    def is_stop_asked(self) -> bool:
+        return False
+
     def poll(self, seconds: float) -> None:
         time.sleep(0.01)
 

@@ -43,7 +43,7 @@ def test_one_node_needs_no_name(run: Run) -> None:
 
 
 def test_the_first_failure_decides_and_the_others_may_still_speak(run: Run) -> None:
-    done = run("sleep 0.5; echo late; exit 5", "exit 4")
+    done = run("sleep 1.5; echo late; exit 5", "exit 4")
     assert done.returncode == 4
     assert done.stdout == "node-0: late\n"
     assert done.stderr == (
@@ -76,7 +76,7 @@ def test_a_setup_that_fails_is_explained_by_its_last_line(tmp_path: Path) -> Non
 
 
 def test_a_program_that_fails_is_explained_by_the_first_node_that_failed(run: Run, tmp_path: Path) -> None:
-    assert run("sleep 0.5; exit 5", "echo ERROR: no such file; exit 4").returncode == 4
+    assert run("sleep 1.5; exit 5", "echo ERROR: no such file; exit 4").returncode == 4
     assert explained(tmp_path) == (
         "node-program-failed",
         "node-1 failed: its program ended with exit code 4: ERROR: no such file",

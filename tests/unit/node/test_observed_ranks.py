@@ -67,6 +67,19 @@ def test_the_outermost_process_of_each_rank(run_id: str, start: Start) -> None:
     assert (found[0].pid, found[7].pid) == (first.pid, second.pid)
 
 
+def test_ranks_that_a_rank_starts_itself(tmp_path: Path, run_id: str, start: Start) -> None:
+    """As `bash train.sh` with torchrun in it, started once per slot; and a worker of a rank's inference engine."""
+    (tmp_path / "torchrun").write_text("#!/bin/sh\nRANK=0 WORLD_SIZE=1 sleep 60 & wait\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    start(f"{tmp_path}/torchrun & wait", RANK="1", WORLD_SIZE="2")
+    start("RANK=0 WORLD_SIZE=1 sleep 60 & wait", RANK="0", WORLD_SIZE="2")
+    until(lambda: set(find_ranks(run_id)) == {0, 1} and find_ranks(run_id)[1].inner_world_size)
+    found = find_ranks(run_id)
+    assert [(found[rank].world_size, found[rank].inner_world_size) for rank in (0, 1)] == [(2, 0), (2, 1)]
+    monitor = RankMonitor(tmp_path / run_id, (0, 1), observed=True)
+    assert {it.rank: (it.world_size, it.inner_world_size) for it in monitor.read()} == {0: (2, 0), 1: (2, 1)}
+
+
 def test_a_rank_is_active_while_it_computes_or_its_children_write(
     run_id: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

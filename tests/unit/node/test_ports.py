@@ -13,7 +13,7 @@ from tests.unit.node.conftest import answer, node
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import PortAnswer, PreflightAnswer
 from tridock.contracts.supervision import contract
-from tridock.errors import ClusterError, Problem
+from tridock.errors import Problem
 from tridock.node.probes import ports
 
 
@@ -53,15 +53,12 @@ def test_a_holder_that_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "holder", lambda _: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ClusterError) as caught:
-            ports.require_free(port)
-    assert str(caught.value) == f"port {port}: is taken; got a process that cannot be seen from here; use another"
+        found = ports.rendezvous_port(port)
+    assert str(found.problem) == f"port {port}: is taken; got a process that cannot be seen from here; use another"
 
 
 def test_no_port_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "is_free", lambda _: False)
-    with pytest.raises(ClusterError) as caught:
-        ports.free_port()
-    assert str(caught.value) == (
+    assert str(ports.rendezvous_port().problem) == (
         "ports: none of 200 tried from 20000 to 29999 is free; give launch.master_port, or end what listens there"
     )

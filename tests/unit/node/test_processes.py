@@ -17,7 +17,7 @@ from tests.unit.node.conftest import answer, node, wait_until
 from tridock.contracts import environment, run_folder
 from tridock.contracts.node_answers import Stopped
 from tridock.contracts.run_state import exit_code_of
-from tridock.node.agent.processes import find_processes, is_deepspeed_runner
+from tridock.node.agent.processes import find_processes, find_runs, is_deepspeed_runner
 
 MakeRun = Callable[..., Path]
 
@@ -38,14 +38,27 @@ def test_processes_are_described(make_run: MakeRun) -> None:
     folder = make_run("exec sleep 61")
     start(folder)
     wait_until(lambda: any("sleep" in process.command for process in find_processes(folder.name)))
-    (process,) = answer("processes", folder.name)
-    assert process["command"] == ["sleep", "61"]
-    assert process["run_id"] == folder.name
-    assert process["ppid"] > 1
-    assert Path("/proc", str(process["pid"])).exists()
-    assert 0 <= process["cpu_s"] < 1
-    assert 0 <= process["age_s"] < 30
-    assert process in [{**p, "age_s": process["age_s"]} for p in answer("processes")]
+    (process,) = find_processes(folder.name)
+    assert process.command == ("sleep", "61")
+    assert process.run_id == folder.name
+    assert process.ppid > 1
+    assert Path("/proc", str(process.pid)).exists()
+    assert 0 <= process.cpu_s < 1
+    assert 0 <= process.age_s < 30
+    assert process.pid in [it.pid for it in find_processes()]
+    assert folder.name in find_runs()  # by its supervisor, too
+
+
+def test_a_process_that_names_no_run_is_not_reported() -> None:
+    """A program may set the marker as it likes; an answer with it would be refused as a whole."""
+    env = {**os.environ, environment.RUN_ID: "../../../data"}
+    with subprocess.Popen(["sleep", "63"], env=env) as other:
+        try:
+            wait_until(lambda: [it.pid for it in find_processes("../../../data")] == [other.pid])
+            assert other.pid not in [process.pid for process in find_processes()]
+            assert not any("data" in run_id for run_id in find_runs())
+        finally:
+            other.kill()
 
 
 def test_stopping_one_of_two_runs_leaves_the_other_alone(make_run: MakeRun) -> None:
@@ -162,10 +175,9 @@ def test_other_processes_are_not_deepspeeds_runner(argv: list[str]) -> None:
     assert not is_deepspeed_runner(argv)
 
 
-@pytest.mark.parametrize("verb", ["stop", "processes"])
 @pytest.mark.parametrize("run_id", ["", "x", "../../etc", "a-20260101-000000-0000\n", "$(id)-20260101-000000-0000"])
-def test_ids_of_the_wrong_form_are_refused(verb: str, run_id: str) -> None:
-    done = node(verb, run_id)
+def test_ids_of_the_wrong_form_are_refused(run_id: str) -> None:
+    done = node("stop", run_id)
     assert done.returncode == 2
     assert done.stderr == f"run id: has the wrong form; got {run_id!r}; see tridock status for the runs\n"
 
@@ -173,7 +185,7 @@ def test_ids_of_the_wrong_form_are_refused(verb: str, run_id: str) -> None:
 def test_a_run_that_is_not_here(workspace: Path) -> None:
     run_id = run_folder.new_run_id("elsewhere")
     assert answer("stop", run_id, "--workspace", str(workspace)) == {"stopped": 0, "remaining": 0}
-    assert answer("processes", run_id) == []
+    assert find_processes(run_id) == []
 
 
 def test_the_one_who_asks_is_not_stopped(make_run: MakeRun) -> None:

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import QueuedRun
 from tridock.contracts.run_state import LOCK, RunState, state_of
 from tridock.contracts.supervision import Supervision
 
@@ -26,7 +29,8 @@ def workspace(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "runs").mkdir()
     yield tmp_path
     for pid in supervisors(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGKILL)
     (tmp_path / "go").touch()
 
 
@@ -46,14 +50,18 @@ def make(workspace: Path, name: str, slots: Mapping[str, Sequence[int]], port: i
     return folder
 
 
+def enqueue(run: Path) -> QueuedRun:
+    """As the caller reads the answer."""
+    return decode(QueuedRun, node("enqueue", run).stdout)
+
+
 def node(*argv: str | Path, given: str = "") -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != "TRIDOCK_NODE"}
     return subprocess.run(
         [sys.executable, "-P", "-m", "tridock.node", *map(str, argv)],
         capture_output=True,
         text=True,
         check=False,
-        env={**env, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "TRIDOCK_NODE": "n", "PYTHONPATH": str(ROOT)},
         input=given,
     )
 
@@ -88,14 +96,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_five_runs_one_after_another_and_one_beside_them_also_where_a_supervisor_is_killed(workspace: Path) -> None:
     runs = [make(workspace, name, {"n": [0, 1]} if name[0] != "d" else {"n": [2]}) for name in NAMES]
-    first = json.loads(node("enqueue", runs[0]).stdout)
-    assert (first["started"], first["waits_for"]) == (True, [])
-    for run, waits in zip(runs[1:3], ([NAMES[0]], NAMES[:2]), strict=True):
-        answer = json.loads(node("enqueue", run).stdout)
-        assert (answer["started"], answer["waits_for"]) == (False, waits)
+    first = enqueue(runs[0])
+    assert (first.started, first.node, first.waits_for) == (True, "n", ())
+    for run, waits in zip(runs[1:3], ((NAMES[0],), tuple(NAMES[:2])), strict=True):
+        answer = enqueue(run)
+        assert (answer.started, answer.node, answer.waits_for) == (False, "n", waits)
     (runs[3] / "supervision.json").write_text((runs[3] / "supervision.json").read_text().replace("20000", "20001"))
-    assert json.loads(node("enqueue", runs[3]).stdout)["started"]  # its slots are nobody's
-    json.loads(node("enqueue", runs[4]).stdout)
+    assert enqueue(runs[3]).started  # its slots are nobody's
+    enqueue(runs[4])
     assert queued(workspace) == ["b", "c", "e"]
     wait_until(lambda: len(order(workspace)) == 2)
     assert sorted(order(workspace)) == ["a", "d"]
@@ -106,7 +114,8 @@ def test_five_runs_one_after_another_and_one_beside_them_also_where_a_supervisor
     assert queued(workspace) == ["c", "e"]
     # Nobody tells that this one has ended: the next starts with whoever looks.
     for pid in supervisors(workspace):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # that of the first, which has started this one
+            os.kill(pid, signal.SIGKILL)
     wait_until(lambda: state_of(runs[1]) is RunState.LOST)
     assert queued(workspace) == ["e"]
     wait_until(lambda: order(workspace).endswith("c"))
@@ -146,6 +155,7 @@ def test_the_secrets_of_a_run_that_never_starts_go_with_it(workspace: Path, monk
     wait_until(lambda: (runs[2] / "exit_code").exists())
     assert not (kept / f"{NAMES[1]}.json").exists()
     assert not (kept / f"{NAMES[2]}.json").exists()
+    wait_until(lambda: not supervisors(workspace))
     assert not any(b"hunter2" in path.read_bytes() for path in (workspace / "runs").rglob("*") if path.is_file())
 
 
@@ -163,9 +173,9 @@ def test_one_that_cannot_start_does_not_hold_up_the_others(workspace: Path) -> N
 def test_a_later_run_does_not_overtake_one_that_waits_for_the_same_slot(workspace: Path) -> None:
     wide = make(workspace, NAMES[1], {"n": [0, 1]})
     runs = [make(workspace, NAMES[0], {"n": [0]}), wide, make(workspace, NAMES[2], {"n": [1]})]
-    answers = [json.loads(node("enqueue", run).stdout) for run in runs]
-    assert [it["started"] for it in answers] == [True, False, False]
-    assert answers[2]["waits_for"] == [NAMES[1]]
+    answers = [enqueue(run) for run in runs]
+    assert [it.started for it in answers] == [True, False, False]
+    assert answers[2].waits_for == (NAMES[1],)
 
 
 def test_a_run_of_another_head_is_left_to_it(workspace: Path) -> None:
@@ -173,7 +183,7 @@ def test_a_run_of_another_head_is_left_to_it(workspace: Path) -> None:
     node("enqueue", make(workspace, NAMES[1], {"n": [0]}))
     node("enqueue", run)
     ticket = next((workspace / "runs" / ".queue").glob("*.json"))
-    ticket.write_text(ticket.read_text().replace('"node": ""', '"node": "other"'))
+    ticket.write_text(ticket.read_text().replace('"node": "n"', '"node": "other"'))
     (workspace / "b").touch()
     wait_until(lambda: (workspace / "runs" / NAMES[1] / "exit_code").exists())
     assert queued(workspace) == ["a"]

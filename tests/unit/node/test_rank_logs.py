@@ -7,7 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.unit.node.conftest import FINISHED, node, wait_until
+from tridock.contracts import run_folder
+from tridock.contracts.rotated_logs import rotate
+from tridock.node.agent.evidence import evidence
 
 MakeRun = Callable[..., Path]
 
@@ -28,6 +33,43 @@ def test_whole_logs(make_run: MakeRun) -> None:
     write(folder, 3, "three\n")
     assert show(folder, "0").stdout == "one\ntwo"
     assert show(folder, "0", "3", "--prefix").stdout == "rank 0: one\nrank 0: two\nrank 3: three\n"
+
+
+def test_a_log_in_two_parts_is_whole(make_run: MakeRun) -> None:
+    folder = make_run("exit 0")
+    write(folder, 0, "one\ntw")
+    rotate(folder / "logs/rank-0.log", 1)
+    write(folder, 0, "o\n")
+    note = "tridock: earlier output is in rank-0.log.1; what is older is removed\n"
+    assert show(folder, "0").stdout == f"one\ntw{note}o\n"
+    (folder / run_folder.LAUNCHER_LOG).write_text("three\n")
+    rotate(folder / run_folder.LAUNCHER_LOG, 1)
+    (folder / run_folder.EXIT_CODE).write_text("0\n")
+    found = evidence(folder)
+    assert (found.logs[0], found.launcher.splitlines()[0]) == (f"one\ntw{note}o", "three")
+    assert node("follow", str(folder)).stdout.splitlines()[0] == "three"
+
+
+def test_output_for_a_remote_reader(make_run: MakeRun) -> None:
+    folder = make_run("exit 0")
+    (folder / "logs").mkdir()
+    (folder / run_folder.LAUNCHER_LOG).write_bytes(b"one\4two\0+\0.")
+    (folder / run_folder.EXIT_CODE).write_text("0\n")
+    words = [sys.executable, "-m", "tridock.node", "follow", str(folder)]
+    marked = subprocess.run([*words, "--keepalive"], capture_output=True, check=True).stdout
+    assert marked == b"one\4two\0\0+\0\0." + run_folder.END
+    assert subprocess.run(words, capture_output=True, check=True).stdout == b"one\4two\0+\0."
+
+
+@pytest.mark.parametrize("options", [("0",), ("0", "--prefix")], ids=["one", "prefixed"])
+def test_large_logs_in_little_memory(make_run: MakeRun, options: tuple[str, ...]) -> None:
+    folder = make_run("exit 0")
+    write(folder, 0, ("a line of a log of many\n" * 40_000 + "x" * 30_000_000 + "\n") * 8)
+    size = (folder / "logs/rank-0.log").stat().st_size
+    words = [sys.executable, "-m", "tridock.node", "rank-logs", folder.name, *options]
+    words += ["--workspace", str(folder.parent.parent)]
+    counted = ["bash", "-o", "pipefail", "-c", 'ulimit -v 150000; "$@" | wc -c', "sh", *words]
+    assert int(subprocess.run(counted, stdout=subprocess.PIPE, check=True).stdout) >= size
 
 
 def test_logs_that_are_not_there(make_run: MakeRun) -> None:

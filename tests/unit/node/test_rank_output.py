@@ -15,8 +15,13 @@ MODULE = [sys.executable, "-m", "tridock.node.rank_output"]
 PROGRAM = "import os, sys; print(sys.argv[1:]); print('to stderr', file=sys.stderr); os._exit(3)"
 
 
+def run_of(folder: Path) -> str:
+    """Of each test its own: processes are found by it on the whole machine."""
+    return f"output-test-{folder}"
+
+
 def start(folder: Path, *arguments: str, rank: str = "7") -> subprocess.Popen[str]:
-    env = {**os.environ, "TRIDOCK_RUN_FOLDER": str(folder), "TRIDOCK_RUN_ID": "output-test", "RANK": rank}
+    env = {**os.environ, "TRIDOCK_RUN_FOLDER": str(folder), "TRIDOCK_RUN_ID": run_of(folder), "RANK": rank}
     return subprocess.Popen([*MODULE, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -50,7 +55,7 @@ def test_the_copy_is_no_part_of_the_rank(tmp_path: Path) -> None:
     process = start(tmp_path, "--program", "sh", "-c", "echo started; exec sleep 60")
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
-    ranks = find_ranks("output-test")
+    ranks = find_ranks(run_of(tmp_path))
     process.kill()
     process.communicate(timeout=60)
     assert {rank: seen.pid for rank, seen in ranks.items()} == {7: process.pid}

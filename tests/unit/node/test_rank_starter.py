@@ -78,14 +78,14 @@ def is_gone(pid: int) -> bool:
 
 
 def test_ranks_get_the_environment_of_their_place_and_their_arguments(start: Start, tmp_path: Path) -> None:
-    options = ("--nnodes", "3", "--node-rank", "1", "--master-addr", "10.0.0.1")
+    options = ("--nnodes", "3", "--node-rank", "1", "--master-addr", "192.0.2.1")
     hostile = ("--node-rank", "-m", "--", "two words", "$(id)", "%h", "--n")
     assert ended(start("environment", "environment", *hostile, options=options)) == (0, "", "")
     found = [json.loads((tmp_path / f"answer-{rank}").read_text()) for rank in (2, 3)]
     assert [argv for argv, _ in found] == [list(hostile)] * 2
     common = {
         "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_SIZE": "3", "CROSS_RANK": "1",
-        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20001", "CUDA_VISIBLE_DEVICES": "0,1", "TRIDOCK_RUN_ID": "kept",
+        "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "20001", "CUDA_VISIBLE_DEVICES": "0,1", "TRIDOCK_RUN_ID": "kept",
     }  # fmt: skip
     for local, (_, env) in enumerate(found):
         expected = {**common, "RANK": str(2 + local), "LOCAL_RANK": str(local)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tridock.errors import RequestError
-from tridock.node.agent.receive_files import receive_files
+from tridock.node.agent.code import receive_files
 from tridock.node.supervisor.failover import _pack
 
 
@@ -22,14 +22,13 @@ def archive(*members: tarfile.TarInfo) -> io.BytesIO:
 
 
 def test_what_is_packed_is_taken(tmp_path: Path) -> None:
-    large = tmp_path / "large"
-    large.write_bytes(bytes(range(256)) * 9000)
+    large = bytes(range(256)) * 9000
     stream = io.BytesIO()
     _pack([("iter_1/a.pt", large), ("latest", b"iter_1\n")], stream)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "latest").write_text("iter_0\n")
     assert receive_files(tmp_path / "there", io.BytesIO(stream.getvalue())) == 2
-    assert (tmp_path / "there" / "iter_1" / "a.pt").read_bytes() == large.read_bytes()
+    assert (tmp_path / "there" / "iter_1" / "a.pt").read_bytes() == large
     assert (tmp_path / "there" / "latest").read_text() == "iter_1\n"
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["iter_1", "latest"]
 

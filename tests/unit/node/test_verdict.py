@@ -27,6 +27,7 @@ from tridock.node.supervisor.verdict import (
     lost_session,
     overdue_ranks,
     rank_without_peer,
+    separate_worlds,
     signal_name,
 )
 
@@ -300,3 +301,25 @@ def test_supervision_is_data() -> None:
     full = Supervision("a", {"a": (0, 1), "b": (2,)}, ("b",), 20000, 30.0, 3, 3600.0, "/x/checkpoints")
     assert Supervision.from_json(full.to_json()) == full
     assert full.watched == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "per_slot", "node"),
+    [
+        ([observed(0, world_size=1)], [observed(0, world_size=1)], False, "a"),
+        ([observed(0, world_size=1, alive=False)], [observed(0, world_size=1)], False, None),
+        ([observed(0, world_size=2)], [observed(1, world_size=2)], False, None),
+        ([observed(0, world_size=2)], [observed(0, world_size=1)], False, None),  # an inference server beside
+        ([observed(0, world_size=1)], [], False, None),  # the other one has not begun yet
+        ([observed(0)], [observed(0)], False, None),  # a program that says nothing of its world
+        ([observed(0, world_size=2)], [observed(1, world_size=2, inner_world_size=1)], True, "b"),
+        ([observed(0, world_size=2)], [observed(1, world_size=2, inner_world_size=1)], False, None),
+    ],
+)
+def test_worlds_that_do_not_know_of_each_other(
+    a: list[RankStatus], b: list[RankStatus], per_slot: bool, node: str | None
+) -> None:
+    found = separate_worlds({"a": a, "b": b}, {"a": (0,), "b": (1,)}, per_slot=per_slot)
+    assert (found.node if found else None) == node
+    assert found is None or found.code == 2
+    assert separate_worlds({"a": a}, {"a": (0,)}, per_slot=False) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tridock.cli import main
-from tridock.ops.runs.default_experiment import choose_experiment, default_experiment
+from tridock.ops.runs.default_experiment import CONFIG, choose_experiment, default_layout
 from tridock.ops.runs.prepare import prepare
 from tridock.plan import Assumptions
 
@@ -35,9 +35,9 @@ def test_the_layout_is_the_one_that_the_plan_has(
 ) -> None:
     monkeypatch.chdir(ROOT)
     slots = {f"node-{number}": range(count) for number, count in enumerate(counts)}
-    chosen = default_experiment(slots)
-    assert (chosen.layout, chosen.reason) == (layout, reason)
-    planned = prepare(chosen.config, slots, Assumptions(), chosen.overrides).plan
+    chosen, overrides, why = default_layout(slots)
+    assert (chosen, why) == (layout, reason)
+    planned = prepare(CONFIG, slots, Assumptions(), overrides).plan
     assert planned.layout == layout
     assert planned.accumulation_steps >= 2
 

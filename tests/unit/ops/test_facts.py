@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tridock.cluster.settings import load_cluster
+from tridock.cluster.transports import transport_of
 from tridock.errors import ClusterError
-from tridock.gpus import GPUS, Gpu
-from tridock.ops.hosts import session
-from tridock.ops.hosts.facts import facts_command, keys_digest, parse_facts, split_answer
-from tridock.ops.hosts.session import Session
+from tridock.gpus import GPUS, Gpu, least_of
+from tridock.ops.hosts import facts as host_facts
+from tridock.ops.hosts.facts import HostState, facts_command, keys_digest, parse_facts
 from tridock.remote import LocalHost
 
 INSPECTED = {
@@ -22,7 +23,8 @@ INSPECTED = {
     "Config": {"Labels": {"tridock.recipe": "abcd", "com.docker.compose.project.working_dir": "/home/ada/x"}},
 }
 IMAGE = {"Id": "sha256:1", "RootFS": {}}
-GOOD = "uid 1000\ngid 100\nhome /home/ada\ngpus 8\ninfiniband 1\n"
+SMI = "".join(f"nvidia-smi GPU {number}: NVIDIA A100 (UUID: GPU-{number})\n" for number in range(8))
+GOOD = f"uid 1000\ngid 100\nhome /home/ada\nnvidia-smi\n{SMI}infiniband 1\n"
 GOOD += f"{json.dumps(IMAGE)}\n{json.dumps(INSPECTED)}\n"
 
 
@@ -32,26 +34,18 @@ def message(text: str) -> str:
     return str(caught.value)
 
 
-def with_docker(
-    tmp_path: Path,
-    script: str,
-    keys: str = "~/none",
-    home: str = "/home/ada",
-    question: tuple[str, ...] = (),
-    fails: int = 0,
-) -> str:
+def with_docker(tmp_path: Path, script: str, keys: str = "~/none", home: str = "/home/ada") -> str:
     """The facts as a shell gathers them on a machine whose docker is ``script``."""
-    for tool in ("sh", "id", "printf", "tail", "wc", "sha256sum", "stat", "sleep"):
+    for tool in ("sh", "id", "printf", "tail", "wc", "sha256sum", "stat", "sleep", "timeout"):
         source = next(Path(folder, tool) for folder in os.get_exec_path() if Path(folder, tool).exists())
         (tmp_path / tool).symlink_to(source)
     if script:
         (tmp_path / "docker").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "docker").chmod(0o755)
-    workspace = ("tridock.workspace", "~/tridock/lab/workspace")
-    command = facts_command("tridock:cpu", "tridock-lab", keys, f"{tmp_path}/images", workspace, question)
+    command = facts_command("tridock:cpu", "tridock-lab", keys, f"{tmp_path}/images")
     env = {"PATH": str(tmp_path), "HOME": home}
     done = subprocess.run(command.argv, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == fails, done.stderr
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
@@ -95,34 +89,9 @@ def test_an_image_or_a_container_alone(tmp_path: Path) -> None:
 
 def test_an_image_is_never_taken_for_a_container() -> None:
     """Without a tag both may have the same name, and docker inspect prefers containers."""
-    places = ("keys", "images", ("tridock.workspace", "/w"))
+    places = ("keys", "images")
     names = {"tridock": "tridock:latest", "host:5000/tridock": "host:5000/tridock:latest", "a@sha256:1": "a@sha256:1"}
     assert {it: facts_command(it, "tridock-lab", *places).argv[4] for it in names} == names
-
-
-@pytest.mark.parametrize(
-    ("workspace", "running", "asked"),
-    [
-        ("/home/ada/tridock/lab/workspace", True, True),
-        ("/home/ada/tridock/lab/workspace", False, False),
-        ("/home/eve/tridock/lab/workspace", True, False),
-        (None, True, False),
-    ],
-)
-def test_a_question_is_asked_only_in_a_running_node_of_this_folder(
-    tmp_path: Path, workspace: str | None, running: bool, asked: bool
-) -> None:
-    labels = {} if workspace is None else {"tridock.workspace": workspace}
-    found = {**INSPECTED, "State": {**INSPECTED["State"], "Running": running}, "Config": {"Labels": labels}}  # type: ignore[dict-item]
-    shown = json.dumps(found, separators=(",", ":"))
-    docker = f"case $1 in exec) echo \"$@\"; exit 7;; *) echo '{shown}';; esac"
-    command = ("--workdir", "/workspace", "tridock-lab", "runs")
-    facts, answer = split_answer(with_docker(tmp_path, docker, question=command, fails=7 if asked else 0).encode())
-    container = parse_facts("gpu-1", facts).container
-    assert container is not None
-    assert (container.workspace, container.running) == (workspace, running)
-    said = f"exec --user {os.getuid()}:{os.getgid()} --workdir /workspace tridock-lab runs\n"
-    assert answer == (said.encode() if asked else None)
 
 
 @pytest.mark.parametrize("below_home", [True, False])
@@ -158,15 +127,49 @@ def test_keys_that_others_can_read_are_not_right(tmp_path: Path) -> None:
     assert found == [True, False, False]
 
 
-def test_the_gpu_with_the_least_memory(tmp_path: Path) -> None:
-    (tmp_path / "nvidia-smi").write_text(
-        '#!/bin/sh\ncase $1 in --list-gpus) echo "GPU 0"; echo "GPU 1";;\n'
-        '*) echo "81920, NVIDIA A100-SXM4-80GB"; echo "40536, NVIDIA A100-SXM4-40GB";; esac\n'
-    )
+def with_nvidia_smi(tmp_path: Path, listed: str, queried: str = "") -> HostState:
+    script = f"#!/bin/sh\ncase $1 in --list-gpus) {listed};;\n*) {queried or listed};; esac\n"
+    (tmp_path / "nvidia-smi").write_text(script)
     (tmp_path / "nvidia-smi").chmod(0o755)
-    state = parse_facts("gpu-1", with_docker(tmp_path, "echo 28.1"))
+    return parse_facts("gpu-1", with_docker(tmp_path, "echo 28.1"))
+
+
+def test_the_gpu_with_the_least_memory(tmp_path: Path) -> None:
+    queried = 'echo "81920, NVIDIA A100-SXM4-80GB"; echo "40536, NVIDIA A100-SXM4-40GB"'
+    state = with_nvidia_smi(tmp_path, 'echo "GPU 0: A"; echo "  MIG 1g.10gb Device 0: B"; echo "GPU 1: C"', queried)
     assert state.facts.gpus == 2
-    assert state.gpu == replace(GPUS["a100-40gb"], memory_mib=40536)
+    least = replace(GPUS["a100-40gb"], memory_mib=40536)
+    assert state.gpu == replace(least, memory_gb_s=min(least.memory_gb_s or 0, GPUS["a100-80gb"].memory_gb_s or 0))
+
+
+def test_mixed_gpus_have_the_least_memory_and_the_least_speed(tmp_path: Path) -> None:
+    queried = 'echo "46068, NVIDIA L40S"; echo "40960, NVIDIA A100-SXM4-40GB"'
+    state = with_nvidia_smi(tmp_path, 'echo "GPU 0: A"; echo "GPU 1: B"', queried)
+    large, small = GPUS["l40s"], GPUS["a100-40gb"]
+    assert state.gpu == replace(
+        small, memory_gb_s=large.memory_gb_s, link_gb_s=large.link_gb_s, tflops_16=small.tflops_16,
+        tflops_32=small.tflops_32, tflops_8=None, kernels=state.gpu.kernels, network=large.network,
+    )  # fmt: skip
+    # Of one that is not listed no rate is known.
+    unknown = replace(large, name="New", memory_mib=99999, tflops_16=None)
+    mixed = least_of([small, unknown])
+    assert mixed is not None
+    assert (mixed.memory_mib, mixed.tflops_16) == (small.memory_mib, None)
+
+
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [
+        ("echo No devices were found", "No devices were found"),
+        ("echo No devices were found; exit 6", "No devices were found"),
+        ("echo 'Failed to initialize NVML: Driver/library version mismatch' >&2; exit 18",
+         "Failed to initialize NVML: Driver/library version mismatch"),
+        ("exit 127", "nothing"),
+    ],
+)  # fmt: skip
+def test_an_nvidia_smi_that_finds_none_is_no_gpu_and_its_line_is_shown(tmp_path: Path, says: str, error: str) -> None:
+    state = with_nvidia_smi(tmp_path, says)
+    assert (state.facts.gpus, state.gpu, state.gpu_error) == (0, None, error)
 
 
 def test_a_gpu_that_is_not_listed_has_its_memory() -> None:
@@ -180,16 +183,16 @@ def test_no_gpu_that_says_what_it_is(line: str) -> None:
 
 def test_an_engine_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dockerd that stands still accepts every connection, and the client waits without a limit."""
-    monkeypatch.setattr(session, "FACTS_TIMEOUT_S", 1)
-    (tmp_path / "docker").write_text("#!/bin/sh\nexec sleep 300\n")
-    (tmp_path / "docker").chmod(0o755)
+    for name, script in {"docker": "exec sleep 300", "timeout": "exit 124"}.items():  # at once
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "lab").write_text("gpu-1 slots=1\n")
     with pytest.raises(ClusterError) as caught:
-        Session.open(tmp_path / "lab").read_state("gpu-1", LocalHost())
+        host_facts.read_state(transport_of(load_cluster(tmp_path / "lab")), "gpu-1", LocalHost())
     assert str(caught.value) == (
-        "gpu-1: Docker hangs; got no answer within 1 s; see journalctl -u docker and dmesg there; "
-        "restarting it ends the runs on it, unless live-restore is on"
+        "gpu-1: Docker does not answer; got nothing; "
+        "start Docker there (systemctl start docker); journalctl -u docker says why it hangs"
     )
 
 
@@ -203,7 +206,7 @@ def test_no_docker(tmp_path: Path) -> None:
     ("stderr", "remedy"),
     [
         ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
-         "start Docker there (systemctl start docker)"),
+         "start Docker there (systemctl start docker); journalctl -u docker says why it hangs"),
         ("permission denied while trying to connect to the Docker daemon socket",
          "add the ssh user to the docker group there"),
     ],
@@ -217,3 +220,79 @@ def test_a_login_shell_that_spoils_the_answer() -> None:
     assert message("Welcome!\n") == (
         "gpu-1: sent an unreadable answer; got 'uid' in 'Welcome!\\n'; make its login shell print nothing of its own"
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "info", "message"),
+    [
+        ("podman version 4.3.1", "", "gpu-1: has podman under the name docker; got podman is not supported; "
+         "install Docker Engine there, or put its docker first on the PATH that ssh commands have"),
+        ("Docker version 28.1", '["name=seccomp,profile=builtin","name=rootless","name=cgroupns"]',
+         "gpu-1: has a rootless Docker engine; got its containers have neither the host's network nor your uid; "
+         "use the host's own engine: docker context use default there, or leave DOCKER_HOST unset"),
+        ("Docker version 28.1", '["name=userns"]',
+         "gpu-1: its Docker engine remaps users; got userns-remap: a node could not read its keys; "
+         'let the nodes do without: container.extra_args: ["--userns=host"] in the settings'),
+        ("Docker version 28.1", '["name=seccomp,profile=builtin"]', None),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_start_a_node_is_known_at_once(
+    tmp_path: Path, version: str, info: str, message: str | None
+) -> None:
+    docker = f"case $1 in inspect) exit 1;; --version) echo '{version}';; info) echo '{info}';; *) echo 28.1;; esac"
+    problem = parse_facts("gpu-1", with_docker(tmp_path, docker)).engine
+    assert (None if problem is None else str(problem)) == message
+
+
+def container(cluster: str, id_: str, gpus: object = None, **changes: object) -> dict[str, object]:
+    """As Docker 28 describes a node that was started with ``--gpus``; without it DeviceRequests is null."""
+    request = {"Driver": "", "Count": 0, "DeviceIDs": None, "Capabilities": [["gpu"]], "Options": {}}
+    requests = None if gpus is None else [request | ({"Count": -1} if gpus == "all" else {"DeviceIDs": gpus})]
+    labels = {"tridock.cluster": cluster, "tridock.node": "n", "tridock.workspace": "/home/eve/tridock"}
+    config = {"Labels": labels, "Env": ["PATH=/bin", "TRIDOCK_UID=1002", "TRIDOCK_GID=100"]}
+    made = {**INSPECTED, "Id": id_, "Name": f"/tridock-{cluster}", "Config": config}
+    return {**made, "HostConfig": {"DeviceRequests": requests}, **changes}
+
+
+def test_nodes_of_other_clusters_are_known(tmp_path: Path) -> None:
+    """Docker is asked for them by their label, and for all of it in one look; those that have ended do not count."""
+    own, other, ended = (
+        container("lab", "1"), container("other", "2"), container("old", "3", State={"Running": False, "ExitCode": 0}),
+    )  # fmt: skip
+    found = "; ".join(f"echo '{json.dumps(it)}'" for it in (own, other, ended, own))
+    docker = f"""case "$*" in
+        "ps --quiet --no-trunc --filter label=tridock.cluster") echo 2; echo 3; echo 1;;
+        "inspect --format {{{{json .}}}} tridock:cpu tridock-lab 2 3 1") {found};;
+        *) echo "not expected: $*" >&2; exit 1;;
+        esac"""
+    state = parse_facts("gpu-1", with_docker(tmp_path, docker), "tridock-lab")
+    assert state.container is not None
+    assert (state.container.id, state.container.user) == ("1", "1002:100")
+    assert [(it.id, it.cluster, it.node, it.user) for it in state.others] == [("2", "other", "n", "1002:100")]
+
+
+def test_a_host_with_a_node_of_another_cluster_alone(tmp_path: Path) -> None:
+    """It is not taken for this one's, and whether the engine can start this one's is asked."""
+    other = json.dumps(container("other", "2"))
+    docker = f"""case $1 in ps) echo 2;; inspect) echo '{other}'; exit 1;; --version) echo Docker;;
+        info) echo '["name=rootless"]';; *) exit 1;; esac"""
+    state = parse_facts("gpu-1", with_docker(tmp_path, docker), "tridock-lab")
+    assert (state.container, [it.cluster for it in state.others]) == (None, ["other"])
+    assert state.engine is not None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices"),
+    [
+        (None, ["CPU slot 0", "CPU slot 1"]),
+        ("all", ["GPU 0", "GPU 1"]),
+        (["5", "2"], ["GPU 2", "GPU 5"]),  # CUDA numbers them in the host's order
+        (["GPU-6", "GPU-3"], ["GPU 3", "GPU 6"]),
+        (["MIG-b", "MIG-a"], ["GPU MIG-b", "GPU MIG-a"]),
+    ],
+)
+def test_what_a_slot_is_on_its_host(gpus: object, devices: list[str]) -> None:
+    facts = GOOD.replace(json.dumps(INSPECTED), json.dumps(container("lab", "1", gpus)))
+    state = parse_facts("gpu-1", facts, "tridock-lab")
+    assert state.container is not None
+    assert [state.container.device(slot, state.uuids) for slot in (0, 1)] == devices

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.unit.ops.conftest import Lab
+from tests.unit.ops.conftest import Lab, Unlocked
 from tridock.cluster.keys import NODE_FILES
 from tridock.cluster.settings import load_cluster
+from tridock.cluster.transports import Transport
 from tridock.command import Command
 from tridock.errors import ClusterError, RequestError
+from tridock.ops.hosts import facts as host_facts
+from tridock.ops.hosts.client import NodeClient
 from tridock.ops.hosts.facts import Container, HostState, keys_digest
 from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.remote import Host
@@ -48,6 +53,16 @@ def test_the_layout_and_its_modes(tmp_path: Path) -> None:
     assert (tmp_path / ".tridock" / ".gitignore").read_text() == "*\n"
     for node in "ab":
         assert made.node_files(node) == {name: (made.node_folder(node) / name).read_bytes() for name in NODE_FILES}
+
+
+def test_a_host_that_is_new_in_the_hostfile_has_no_key_on_file(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    made.ensure()
+    more = store(tmp_path, "a slots=1\nb slots=1\nc slots=1\n")
+    found = more.on_file("abc")
+    assert {node: files["known_hosts"] for node, files in found.items()} == dict.fromkeys(
+        "ab", made.node_files("a")["known_hosts"]
+    )
 
 
 def test_nodes_on_other_hosts_leave_no_copies_of_their_keys_here(tmp_path: Path) -> None:
@@ -95,6 +110,8 @@ def test_rotation_replaces_every_key(tmp_path: Path) -> None:
     kept.ensure()
     before = contents(tmp_path)
     kept.rotate()
+    assert kept.is_rotating  # until every host has them
+    kept.end_rotation()
     after = contents(tmp_path)
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
@@ -190,6 +207,20 @@ def test_two_commands_at_once_agree(tmp_path: Path) -> None:
         assert len(set(pool.map(ensure_in, [str(tmp_path)] * 8))) == 1
 
 
+def test_keys_that_another_command_holds_say_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = store(tmp_path)
+    kept.ensure()
+    monkeypatch.setattr("tridock.ops.hosts.keys.LOCK_S", 0.2)
+    with (kept.folder / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        assert message(store(tmp_path)) == (
+            f"{kept.folder}/.lock: is locked for more than 0.2 s; got {holder}; end that command, or see whether the "
+            "folder's file server hangs, then try again"
+        )
+    store(tmp_path).ensure()
+
+
 def message(kept: KeyStore) -> str:
     with pytest.raises(RequestError) as caught:
         kept.ensure()
@@ -212,7 +243,7 @@ def test_a_place_that_cannot_hold_them(tmp_path: Path) -> None:
     (tmp_path / ".tridock").write_text("a file")
     todo = f"make {tmp_path / '.tridock'} and everything in it writable for you, and free space on its disk"
     assert message(store(tmp_path)) == (
-        f"{tmp_path / '.tridock'}: the cluster's keys cannot be stored here; got file exists; {todo}"
+        f"{tmp_path / '.tridock'}: the cluster's keys cannot be stored here; got File exists; {todo}"
     )
 
 
@@ -226,32 +257,35 @@ def test_nothing_shows_a_private_key(tmp_path: Path) -> None:
 def test_a_host_whose_sshd_has_not_read_its_keys_gets_them_again(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    read_state, keys = lab.session.read_state, {"node-1": "others"}
+    read_state, keys = host_facts.read_state, {"node-1": "others"}
     container = Container("1", "sha256:1", running=True, recipe=None, exit_code=0, health="healthy")
 
-    def up(node: str, host: Host) -> HostState:
-        return replace(read_state(node, host), container=container, keys=keys.get(node))
+    def up(transport: Transport, node: str, host: Host) -> HostState:
+        return replace(read_state(transport, node, host), container=container, keys=keys.get(node))
 
-    monkeypatch.setattr(lab.session, "read_state", up)
-    monkeypatch.setattr(lab.session, "inside", lambda *_: Command.of("true" if reads else "false"))
+    monkeypatch.setattr(host_facts, "read_state", up)
+    client = NodeClient.of(lab.hosts)
+    monkeypatch.setattr(client, "inside", lambda *_: Command.of("true" if reads else "false"))
     folder = lab.project.parent / "node-1" / "tridock" / "lab" / "secrets" / "node-1"
     if reads:
-        written = distribute_keys(lab.session)
+        written = distribute_keys(client, Unlocked(lab.hosts))
         assert {it.name: it.read_bytes() for it in folder.iterdir()} == written.node_files("node-1")
         return
     with pytest.raises(ClusterError, match=r"node-1: `write into .*` failed"):
-        distribute_keys(lab.session)
+        distribute_keys(client, Unlocked(lab.hosts))
     found = {it.name: it.read_bytes() for it in folder.iterdir()}
-    assert keys_digest(found) != keys_digest(KeyStore(lab.session.cluster).node_files("node-1"))
+    assert keys_digest(found) != keys_digest(KeyStore(lab.hosts.cluster).node_files("node-1"))
 
 
 def test_a_host_with_the_right_keys_is_left_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_state, store = lab.session.read_state, KeyStore(lab.session.cluster)
+    read_state, store = host_facts.read_state, KeyStore(lab.hosts.cluster)
 
-    def right(node: str, host: Host) -> HostState:
+    def right(transport: Transport, node: str, host: Host) -> HostState:
         keys = keys_digest(store.node_files(node)) if node == "node-1" else "others"
-        return replace(read_state(node, host), keys=keys)
+        return replace(read_state(transport, node, host), keys=keys)
 
-    monkeypatch.setattr(lab.session, "read_state", right)
-    distribute_keys(lab.session)
-    assert [(lab.project.parent / node / "tridock").exists() for node in lab.session.nodes] == [False, True]
+    monkeypatch.setattr(host_facts, "read_state", right)
+    lab.up.clear()  # no sshd reads them again
+    distribute_keys(NodeClient.of(lab.hosts), Unlocked(lab.hosts))
+    home = lab.project.parent
+    assert [(home / node / "tridock/lab/secrets").exists() for node in lab.hosts] == [False, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -12,7 +13,13 @@ import pytest
 
 from tests.dataset_writer import IndexedDatasetWriter
 from tridock.cli import main
+from tridock.contracts.tokenizers import sha256s_in
+from tridock.experiment import load_experiment
+from tridock.experiment.transformers_config import config_of
+from tridock.experiment.transformers_weights import transformers_shapes
 from tridock.ops.runs import local_run, this_machine
+from tridock.ops.runs.prepare import prepare
+from tridock.plan import Assumptions
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,9 +71,76 @@ def test_data_that_are_too_short(config: Path) -> None:
     (config.parent / "data" / "t.json").write_text('{"vocab_size": 7, "tokens": 3}')
     assert train(config) == (
         2,
-        f"{config}: model.seq_length: is longer than all of the data, 3 tokens; got 16; "
-        "lower it, or name a larger data set\n",
+        f"{config}: data.split: leaves the train split less than one sample of 17 tokens; got 3 tokens in 1 of 1 "
+        "documents of data/t; give it a larger share, use more text, or shorten model.seq_length\n",
     )
+
+
+@pytest.fixture
+def two_tokenizers(config: Path) -> Path:
+    """Data of one tokenizer, and a model folder with another one, of the same size."""
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    texts, folder = config.parent / "t.jsonl", config.parent
+    texts.write_text('{"text": "abc cab"}\n' * 20)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for place, order in (("made", alphabet), ("model", alphabet[::-1])):
+        vocab = {token: number for number, token in enumerate([*order, "<|endoftext|>"])}
+        tokenizer = Tokenizer(models.BPE(vocab, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        (folder / place).mkdir()
+        tokenizer.save(str(folder / place / "tokenizer.json"))
+    argv = ["--input", str(texts), "--output-prefix", str(folder / "data" / "t"), "--workers", "1"]
+    argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "made")]
+    (folder / "data").mkdir()
+    assert main(["data", "preprocess", "--quiet", *argv]) == 0
+    for suffix in (".bin", ".idx", ".json"):
+        (folder / "data" / f"t_text_document{suffix}").rename(folder / "data" / f"t{suffix}")
+    experiment = load_experiment(config)
+    model = experiment.model.model_copy(update={"vocab_size": 257})
+    (folder / "model" / "config.json").write_text(json.dumps(config_of(model, 257, "float32", {"eos_token_id": 256})))
+    header, end = {}, 0
+    for name, shape in transformers_shapes(model, 257).items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    content = json.dumps(header).encode()
+    (folder / "model" / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content + bytes(end))
+    return config
+
+
+def checked(config: Path, *overrides: str) -> None:
+    prepare(config, {"localhost": [0]}, Assumptions(), ["train.load=hf:model", *overrides]).with_files_of(config.parent)
+
+
+def test_data_of_another_tokenizer_than_the_weights(two_tokenizers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, folder = two_tokenizers, two_tokenizers.parent
+    made, there = (sha256s_in(folder / place)[0] for place in ("made", "model"))
+    assert json.loads((folder / "data" / "t.json").read_text())["tokenizer_sha256"] == made != there
+    assert train(config, "--set", "train.load=hf:model") == (
+        2,
+        f"{config}: train.load: goes with another tokenizer than data/t, which was made with that of sha256 {made}; "
+        f"got hf:model with {there}; use data of its tokenizer; or if the ids mean the same, set "
+        "launch.allow_other_tokenizer to true\n",
+    )
+    assert not (folder / "runs").exists()
+    checked(config, "launch.allow_other_tokenizer=true")
+    shutil.copy(folder / "made" / "tokenizer.json", folder / "model")
+    checked(config)
+    assert "tokenizer" not in capsys.readouterr().err
+
+
+def test_data_and_weights_whose_tokenizer_is_not_known(
+    two_tokenizers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = two_tokenizers, two_tokenizers.parent
+    says = f"warning: {config}: train.load: was not checked to go with the tokenizer that made data/t; got "
+    (folder / "model" / "tokenizer.json").unlink()
+    checked(config)
+    assert capsys.readouterr().err == f"{says}no tokenizer in hf:model; make sure of it yourself\n"
+    (folder / "data" / "t.json").unlink()
+    checked(config, "model.vocab_size=257")
+    assert capsys.readouterr().err == f"{says}no tokenizer_sha256 in data/t.json; make sure of it yourself\n"
 
 
 @pytest.mark.parametrize(

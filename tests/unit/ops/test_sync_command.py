@@ -6,26 +6,24 @@ import io
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tests.unit.ops.conftest import Lab
+from tests.unit.ops.conftest import Lab, program
 from tridock import cli
 from tridock.contracts.codec import encode
 from tridock.contracts.node_answers import IndexMaps
+from tridock.contracts.run_folder import PYTHON
 from tridock.errors import Problem, TridockError
-from tridock.ops.hosts.facts import Container
-from tridock.ops.sync import Row, operation, transfer
-from tridock.ops.sync.shared import OPERATOR
-from tridock.remote import Host
+from tridock.ops.sync import operation, rsync
+from tridock.ops.sync.operation import Row
+from tridock.ops.sync.rsync import OPERATOR
 
 CONFIG: dict[str, Any] = {
     "name": "t",
@@ -56,7 +54,7 @@ def run(lab: Lab, paths: list[str], config: str = "", dry_run: bool = False, **f
     shown = io.StringIO()
     say = Console(file=shown, width=200, highlight=False, soft_wrap=True).print
     try:
-        operation.run(lab.session, paths, Path(config) if config else None, [], say, dry_run=dry_run)
+        operation.run(lab.hosts, paths, Path(config) if config else None, [], say, dry_run=dry_run)
     except TridockError as error:
         return f"{shown.getvalue()}{error}\n"
     return shown.getvalue()
@@ -98,11 +96,103 @@ def test_rows_of_shared_and_failed_hosts() -> None:
 def test_without_a_path_what_the_experiment_reads(files: Lab) -> None:
     shown = run(files, [], "configs/t.yaml")
     assert shown.splitlines()[-1] == "index maps: none are needed, engine torch finds its samples in memory"
-    assert sorted(files.below("node-1")) == ["data/x.bin", "data/x.idx"]
+    tokenizer = ["merges.txt", "vocab.json"]
+    assert sorted(files.below("node-1")) == sorted(f"data/{name}" for name in (*tokenizer, "x.bin", "x.idx"))
     files.write("data/x.json", b"{}")
+    files.write("data/tokenizer/tokenizer.json", b"{}")
     run(files, ["data/unrelated"], "configs/t.yaml", **MEGATRON)
-    everything = ["merges.txt", "unrelated", "vocab.json", "x.bin", "x.idx", "x.json"]
-    assert sorted(files.below("node-2")) == [f"data/{name}" for name in everything]
+    everything = [*tokenizer, "tokenizer/tokenizer.json", "unrelated", "x.bin", "x.idx", "x.json"]
+    assert sorted(files.below("node-2")) == sorted(f"data/{name}" for name in everything)
+
+
+def test_every_data_set_of_a_blend(files: Lab) -> None:
+    for name in ("more/y.bin", "more/y.idx", "more/y.json"):
+        files.write(f"data/{name}", b"{}")
+    run(files, [], "configs/t.yaml", data={"data_path": [0.9, "data/x", 0.1, "data/more/y"]})
+    sent = ["merges.txt", "more/y.bin", "more/y.idx", "more/y.json", "vocab.json", "x.bin", "x.idx"]
+    assert sorted(files.below("node-2")) == [f"data/{name}" for name in sent]
+    shown = run(files, [], "configs/t.yaml", data={"train_data_path": "data/x", "valid_data_path": "data/more/z"})
+    assert "data/more/z.bin" in shown
+    assert "data/more/z.idx" in shown
+
+
+def loading(load: str, **train: Any) -> dict[str, Any]:
+    return {"train": {**CONFIG["train"], "load": load, **train}}
+
+
+def sent(lab: Lab, folder: str) -> list[str]:
+    return sorted(name.removeprefix(f"{folder}/") for name in lab.below("node-2") if name.startswith(f"{folder}/"))
+
+
+def test_the_weights_go_too_and_nothing_else_of_their_folder(files: Lab) -> None:
+    weights = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    for name in (*weights, "pytorch_model.bin", "original/consolidated.00.pth", ".cache/x", "README.md"):
+        files.write(f"models/llama/{name}", b"1")
+    shown = run(files, [], "configs/t.yaml", **loading("hf:models/llama"))
+    assert [row[1:3] for row in cells(shown)] == [["6", "0"]] * 2
+    assert sent(files, "models/llama") == weights
+    assert [row[1:3] for row in cells(run(files, [], "configs/t.yaml", **loading("hf:models/llama")))] == [
+        ["0", "6"]
+    ] * 2
+
+
+def test_the_newest_checkpoint_goes_too_and_no_pointer_that_the_hosts_have_newer(files: Lab) -> None:
+    folder = "runs/t/checkpoints"
+    for name in ("iter_0000001/files.json", "iter_0000002/files.json", "iter_0000002/rank-0.pt", "layout.json"):
+        files.write(f"{folder}/{name}", b"{}")
+    files.write(f"{folder}/iter_0000003/rank-0.pt", b"not whole")
+    files.write(f"{folder}/latest", b"iter_0000001")
+    run(files, [], "configs/t.yaml", **loading(folder))
+    assert sent(files, folder) == ["iter_0000002/files.json", "iter_0000002/rank-0.pt", "layout.json"]
+    run(files, [], "configs/t.yaml", **loading(f"{folder}/iter_0000001"))
+    assert "iter_0000001/files.json" in sent(files, folder)
+
+
+@pytest.mark.parametrize("kind", ["deepspeed", "megatron"])
+def test_the_checkpoint_of_another_program_goes_with_the_pointer_to_it(files: Lab, kind: str) -> None:
+    for name in ("global_step1", "global_step2"):
+        files.write(f"ckpt/{name}/mp_rank_00_model_states.pt", b"1")
+    files.write("ckpt/latest", b"global_step1")
+    files.write("ckpt/config.json", b"{}")
+    run(files, [], "configs/t.yaml", **loading(f"{kind}:ckpt"))
+    assert sent(files, "ckpt") == ["config.json", "global_step1/mp_rank_00_model_states.pt", "latest"]
+
+
+def test_what_the_run_itself_writes_is_not_sent(files: Lab) -> None:
+    files.write("ckpt/iter_0000001/files.json", b"{}")
+    run(files, [], "configs/t.yaml", **loading("ckpt", checkpoint_folder="./ckpt"))
+    assert sent(files, "ckpt") == []
+
+
+def test_what_a_folder_of_weights_must_not_bring_is_refused_until_it_is_named(files: Lab, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"weights")
+    files.write("m/config.json", b"{}")
+    (files.project / "m/model.safetensors").symlink_to(tmp_path / "blob")
+    assert run(files, [], "configs/t.yaml", **loading("hf:m")) == (
+        f"configs/t.yaml: train.load: leads out of its folder by a link; got m/model.safetensors, to {tmp_path}/blob; "
+        f"remove it from {files.project}/m, or name it itself: --path m/model.safetensors\n"
+    )
+    assert files.below("node-1") == {}
+    run(files, ["m/model.safetensors"], "configs/t.yaml", **loading("hf:m"))
+    assert files.below("node-2")["m/model.safetensors"] == b"weights"
+
+
+def test_what_is_not_here_but_on_the_hosts_is_no_error(files: Lab) -> None:
+    for node in ("node-1", "node-2"):
+        run(files, ["data/x", "data/vocab.json"])
+        for name in ("m/config.json", "data/x.bin"):
+            path = files.workspace(node) / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"theirs")
+    (files.workspace("node-1") / "runs/t/checkpoints/iter_0000001").mkdir(parents=True)
+    (files.project / "data/x.bin").unlink()
+    # Half of the data set that they have is not sent over their own.
+    files.write("data/x.idx", b"of other data")
+    shown = run(files, [], "configs/t.yaml", **loading("hf:m"))
+    assert [row[1:3] for row in cells(shown)] == [["0", "0"]] * 2, shown
+    assert (files.below("node-2")["data/x.bin"], files.below("node-2")["data/x.idx"]) == (b"theirs", b"x.idx")
+    # A checkpoint to resume from comes from the node that has it.
+    assert "runs/t" not in run(files, [], "configs/t.yaml", **loading("runs/t/checkpoints"))
 
 
 def test_a_path_alone_asks_for_no_experiment(files: Lab) -> None:
@@ -113,72 +203,69 @@ def test_without_anything_it_is_the_experiment_of_a_launch(files: Lab) -> None:
     assert run(files, []).startswith("configs/demo-3d.yaml: ")
 
 
-def test_data_that_are_not_here_or_not_below_the_workspace(files: Lab) -> None:
+def test_what_is_neither_here_nor_on_every_host(files: Lab) -> None:
     (files.project / "data/x.bin").unlink()
-    assert run(files, [], "configs/t.yaml") == (
-        "configs/t.yaml: data.data_path: is not here; got data/x.bin; "
-        "make it first (tridock data preprocess, or tridock data demo), or give another\n"
-    )
+    make = "make it first (tridock data preprocess, or tridock data demo), or give another"
+    prompts = {"sample_prompts": ["Once"]}
+    lines = run(files, [], "configs/t.yaml", **loading("hf:m")).splitlines()
+    assert lines == [
+        f"configs/t.yaml: data.data_path: is neither here nor on node-1, node-2; got data/x.bin, data/x.idx; {make}",
+        "configs/t.yaml: train.load: is neither here nor on node-1, node-2; got m; "
+        "bring a transformers model folder here",
+    ]
+    (files.workspace("node-1") / "m").mkdir()
+    lines = run(files, [], "configs/t.yaml", **loading("hf:m")).splitlines()
+    assert "train.load: is neither here nor on node-2; got m" in lines[1]
+    lines = run(files, [], "configs/t.yaml", **loading("runs/t/checkpoints", **prompts)).splitlines()
+    assert lines[1:] == [
+        "configs/t.yaml: train.load: is neither here nor on node-1, node-2; got runs/t/checkpoints; "
+        "bring a checkpoint of a run of Tridock here",
+        "configs/t.yaml: train.sample_prompts: is neither here nor on node-1, node-2; "
+        "got data/tokenizer.json, data/tokenizer/tokenizer.json; "
+        "copy the tokenizer of the data there, or leave the prompts out",
+    ]
     elsewhere = MEGATRON["data"] | {"data_path": "/corpus/x", "vocab_file": "../vocab.json"}
     todo = "what is mounted there is the hosts' own; name a path below /workspace to have it copied"
+    on = "is neither here nor on node-1, node-2"
     assert run(files, [], "configs/t.yaml", **{**MEGATRON, "data": elsewhere}).splitlines() == [
-        f"configs/t.yaml: data.data_path: is outside the workspace; got /corpus/x.bin; {todo}",
-        f"configs/t.yaml: data.data_path: is outside the workspace; got /corpus/x.idx; {todo}",
-        f"configs/t.yaml: data.vocab_file: is outside the workspace; got ../vocab.json; {todo}",
+        f"configs/t.yaml: data.data_path: {on}; got /corpus/x.bin, /corpus/x.idx; {todo}",
+        f"configs/t.yaml: data.vocab_file: {on}; got ../vocab.json; {todo}",
     ]
+    assert files.below("node-1") == files.below("node-2") == {}
 
 
 def test_an_experiment_that_is_illegal_is_refused_before_anything_is_asked(files: Lab) -> None:
     shown = run(files, [], "configs/t.yaml", batch={"micro_batch_size": 2, "global_batch_size": 3})
     assert shown.startswith("configs/t.yaml: batch.global_batch_size: ")
-    assert not (files.project.parent / "node-1").exists()
+    assert files.below("node-1") == {}
 
 
 # ---- index maps ----------------------------------------------------------------------------------
-
-
-def test_no_maps_while_the_head_is_not_up(files: Lab) -> None:
-    up = f"tridock up --hosts {files.session.cluster.hostfile_path}"
-    assert run(files, [], "configs/t.yaml", **MEGATRON).splitlines()[-1] == (
-        f"index maps: not made, the node on node-1 is not up; run {up} first, or the nodes make them at a launch"
-    )
-    assert "index maps" not in run(files, [], "configs/t.yaml", dry_run=True, **MEGATRON)
 
 
 PREFIX = "data/x_train_indexmap_2ns_8sl_1234s_"
 
 
 @pytest.fixture
-def nodes(files: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Lab:
-    """Nodes that are up: a `docker` on PATH, which makes maps on the head, or fails with the files `out` and `err`."""
-    read_state = files.session.read_state
-
-    def up(node: str, host: Host) -> Any:
-        container = Container("1", "2", running=True, recipe=None, exit_code=0, health="healthy")
-        return replace(read_state(node, host), container=container)
-
-    monkeypatch.setattr(files.session, "read_state", up)
+def nodes(files: Lab, tmp_path: Path) -> Lab:
+    """The nodes' Python makes maps, or fails with the files `out` and `err`."""
     names = [f"{PREFIX}{part}_idx.npy" for part in ("doc", "sample", "shuffle")] + ["data/x_indexmap.sha256"]
     answer = json.dumps({"made": 3, "files": [Path(name).name for name in names]})
-    (tmp_path / "bin").mkdir()
-    docker = tmp_path / "bin" / "docker"
-    docker.write_text(
-        "#!/bin/sh\n"
+    assert "/" not in PYTHON
+    program(
+        files.bin / PYTHON,
         f'echo "$@" >{tmp_path}/asked\n'
         f"if [ -e {tmp_path}/err ]; then cat {tmp_path}/out; cat {tmp_path}/err >&2; exit 2; fi\n"
-        f"cd {files.workspace('node-1')}\n"
         f"for name in {' '.join(names)}; do [ -e $name ] || echo map $name >$name; done\n"
-        f"echo '{answer}'\n"
+        f"echo '{answer}'",
     )
-    docker.chmod(docker.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     return files
 
 
 def test_maps_are_made_on_the_head_and_copied_to_the_others(nodes: Lab, tmp_path: Path) -> None:
     stale = nodes.workspace("node-2") / "data/x_train_indexmap_999ns_8sl_1234s_doc_idx.npy"
     other = nodes.workspace("node-2") / "data/y_train_indexmap_999ns_8sl_1234s_doc_idx.npy"
-    stale.parent.mkdir(parents=True)
+    stale.parent.mkdir()
     for path in (stale, other):
         path.touch()
     assert run(nodes, [], "configs/t.yaml", **MEGATRON).splitlines()[-1] == (
@@ -189,8 +276,7 @@ def test_maps_are_made_on_the_head_and_copied_to_the_others(nodes: Lab, tmp_path
     assert here == there
     assert f"{PREFIX}doc_idx.npy" in here
     asked = (tmp_path / "asked").read_text()
-    assert asked.startswith("exec --user 1:1 --workdir /workspace --env HOME=/home/tridock tridock-lab ")
-    assert "python -P -m tridock.train.megatron_lm.index_maps --data-parallel-size 2 " in asked
+    assert asked.startswith("-P -m tridock.train.megatron_lm.index_maps --data-parallel-size 2 ")
     assert "--data-path /workspace/data/x " in asked
     assert "--deepspeed" not in asked
 
@@ -219,16 +305,8 @@ def test_the_error_of_a_head_that_can_make_no_maps(nodes: Lab, tmp_path: Path) -
     assert "data/x.idx" in nodes.below("node-2")
 
 
-def test_a_map_that_changes_while_it_is_read(nodes: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = operation.read_command
-    monkeypatch.setattr(operation, "read_command", lambda workspace, name: read(workspace, "data/x.idx"))
-    shown = run(nodes, [], "configs/t.yaml", **MEGATRON).splitlines()
-    assert f"node-1: {PREFIX}doc_idx.npy changed while it was read; try again" in shown
-
-
 def test_nodes_that_share_the_data_need_no_copy(nodes: Lab) -> None:
-    nodes.workspace("node-1").mkdir(parents=True)
-    nodes.workspace("node-2").parent.mkdir(parents=True)
+    nodes.workspace("node-2").rmdir()
     nodes.workspace("node-2").symlink_to(nodes.workspace("node-1"))
     assert run(nodes, [], "configs/t.yaml", **MEGATRON).splitlines()[-1] == "index maps: 3 files, made on node-1"
 
@@ -240,38 +318,15 @@ def test_tridock_data_sync_is_the_same(files: Lab, monkeypatch: pytest.MonkeyPat
     asked: list[Any] = []
     monkeypatch.setattr(operation, "run", lambda *given, **named: asked.append((given[1:4], named)))
     arguments = ["--hosts", "hostfiles/lab", "--path", "data/x", "--path", "data", "--set", "a=1", "--config", "c.yaml"]
-    assert cli.main(["data", "sync", *arguments, "--dry-run"]) == 0
-    assert asked == [((["data/x", "data"], Path("c.yaml"), ["a=1"]), {"dry_run": True})]
-
-
-def test_where_there_is_no_ssh_it_says_so(files: Lab) -> None:
-    program = (
-        "import sys\nsys.modules['fabric'] = None\nfrom tridock import cli\n"
-        "sys.exit(cli.main(['data', 'sync', '--hosts', 'hostfiles/lab']))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "--hosts: needs the package fabric; "
-        "got import of fabric halted; None in sys.modules; "
-        "run it on the machine from which you manage the hosts: a node has no access to them\n",
-    )
+    assert cli.main(["data", "sync", *arguments, "--dry-run", "--checksum"]) == 0
+    assert asked == [((["data/x", "data"], Path("c.yaml"), ["a=1"]), {"dry_run": True, "checksum": True})]
 
 
 def test_every_script_passes_shellcheck(tmp_path: Path) -> None:
-    commands = [
-        transfer.probe_command("w", "n", ("p",), make=True),
-        transfer.seen_command("w", ("n",), ("p",)),
-        transfer.unprobe_command("w", "n", ("p",)),
-        transfer.list_command("w", []),
-        transfer.receive_command("w", "p", "q", 0, 1, "s", None),
-        transfer.unpack_command("w", "f"),
-        transfer.drop_maps_command("w", "p"),
-    ]
+    scripts = (*rsync.SCRIPTS, operation.SUMS, operation.DROP_MAPS)
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert shellcheck is not None
-    for number, made in enumerate(commands):
-        path = tmp_path / f"{number}.sh"
-        path.write_text("#!/bin/sh\n" + made.argv[2])
+    for number, script in enumerate(scripts):
+        (tmp_path / f"{number}.sh").write_text("#!/bin/sh\n" + script)
     done = subprocess.run([shellcheck, *tmp_path.glob("*.sh")], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")

@@ -9,12 +9,13 @@ import pytest
 
 from tests.unit.report import logs
 from tests.unit.report.test_page import a_run
-from tests.unit.sinks.conftest import python  # noqa: F401 - a fixture
-from tests.unit.sinks.test_trackers import READ, read
+from tests.unit.trackers.conftest import python  # noqa: F401 - a fixture
+from tests.unit.trackers.test_trackers import READ, read
 from tridock.cli import main
 from tridock.contracts.node_answers import RunUpdate
 from tridock.contracts.run_state import RunState
-from tridock.ops.runs.registry import Run
+from tridock.extras import install_command
+from tridock.ops.runs.cluster_runs import Run
 from tridock.ops.runs.watch import ask_head
 from tridock.report.live import LiveRun
 
@@ -56,9 +57,15 @@ def test_a_run_names_its_own_trackers_and_options_replace_theirs(
     (run / "experiment.yaml").write_text(text)
     (run / "exit_code").write_text("0\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["track", str(run)]) == 0
+    assert main(["track", str(run)]) == 2
+    assert capfd.readouterr().err.splitlines()[:2] == [
+        f"{run} would:",
+        f"  send it to tensorboard with address: {tmp_path}/one",
+    ]
+    assert main(["track", str(run), "--yes"]) == 0
+    assert capfd.readouterr().err.endswith("tensorboard: 3 points sent\n")
     assert main(["track", str(run), "--address", "two"]) == 0
-    assert capfd.readouterr().err == "tensorboard: 3 points sent\n" * 2
+    assert capfd.readouterr().err == "tensorboard: 3 points sent\n"
     assert len(list(tmp_path.glob("one/*/events*"))) == len(list(tmp_path.glob("two/*/events*"))) == 1
 
 
@@ -71,7 +78,7 @@ def test_a_run_without_trackers_and_a_missing_library_are_reported(
     assert main(["track", str(run), "--tracker", "wandb"]) == 3
     assert capsys.readouterr().err.splitlines() == [
         f"{run}: its experiment has no trackers; name one: --tracker wandb, mlflow or tensorboard",
-        "wandb: is not installed; pip install 'tridock[trackers]', or make trackers in a checkout",
+        f"wandb: is not installed; {install_command('wandb')}",
     ]
 
 
@@ -80,13 +87,13 @@ def test_the_head_of_a_run_is_asked_for_what_is_new() -> None:
     records, events = ({"iteration": 3, "loss": 1.5},), ({"event": "x"},)
     update = RunUpdate(RunState.RUNNING, None, 70, 5, True, records, events, 1, (), {}, 1.0)
 
-    class Session:
+    class Client:
         def ask(self, *arguments: object, **_: object) -> RunUpdate:
             asked.append(arguments)
             return update
 
     run = LiveRun("r")
-    ask = ask_head(Session(), Run("r", "node-2"))  # type: ignore[arg-type]
+    ask = ask_head(Client(), Run("r", "node-2"))  # type: ignore[arg-type]
     for _ in range(2):
         run.take(ask(run))
     verb = ("node-2", RunUpdate, "run-update", "/workspace/runs/r")

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import fcntl
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.ops.conftest import Lab
-from tests.unit.ops.test_sync_command import CONFIG
-from tridock.command import Command
-from tridock.ops.runs.registry import Run
+from tridock.cli import main
+from tridock.contracts.run_state import LOCK, RunState
+from tridock.errors import RequestError
+from tridock.ops.runs import triage
+from tridock.ops.runs.cluster_runs import Run
 from tridock.ops.runs.triage import PreemptedError, check_exit
 
 
-@pytest.mark.parametrize(
-    ("train", "saved_in"), [({}, "runs/t-1/checkpoints"), ({"checkpoint_folder": "data/kept"}, "data/kept")]
-)
-def test_a_preempted_run_continues_where_it_has_saved(
-    lab: Lab, train: dict[str, Any], saved_in: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = lab.project / "runs" / "t-1"
-    folder.mkdir(parents=True)
-    (folder / "experiment.yaml").write_text(json.dumps({**CONFIG, "train": {"train_iters": 2, **train}}))
-
-    def inside(_node: str, *argv: str) -> Command:
-        return Command.of(*(word.replace("/workspace", str(lab.project)) for word in argv))
-
-    monkeypatch.setattr(lab.session, "inside", inside)
+def test_a_preempted_run_says_how_it_continues(lab: Lab) -> None:
     with pytest.raises(PreemptedError) as caught:
-        check_exit(lab.session, Run("t-1", "node-1"), 85)
+        check_exit(lab.client, Run("t-1", "node-1"), 85)
     assert str(caught.value) == (
-        f"t-1: the run was preempted and has saved a checkpoint; continue with --set train.load={saved_in}"
+        "t-1: the run was preempted and has saved a checkpoint; "
+        f"continue it with tridock resume {lab.client.cluster.hosts_option} --run t-1"
     )
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "done"), (143, "stopped"), (85, "preempted"), (None, "running")])
+def test_a_run_that_did_not_fail_is_no_error(
+    code: int | None, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment.yaml").touch()
+    if code is not None:
+        (tmp_path / "exit_code").write_text(f"{code}\n")
+    with (tmp_path / LOCK).open("w") as supervisor:
+        fcntl.flock(supervisor, fcntl.LOCK_EX)
+        assert main(["triage", str(tmp_path)]) == 0
+    assert capsys.readouterr() == (f"{tmp_path}: did not fail: {state}\n", "")
+
+
+def test_a_copy_without_an_exit_code_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment.yaml").touch()
+    assert main(["triage", str(tmp_path)]) == 0
+    assert "the run failed; got no exit code" in capsys.readouterr().out
+
+
+def test_a_run_of_a_cluster_that_did_not_fail_is_no_error(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triage, "list_runs", lambda _: [SimpleNamespace(run_id="t-1", state=RunState.DONE)])
+    assert triage.triage(lab.client, "t-1") == "t-1: did not fail: done"
+    assert triage.triage(lab.client, None) == "no run of this cluster has failed"
+    with pytest.raises(RequestError, match="--run: is not a run of this cluster; got t-2; use one of: none"):
+        triage.triage(lab.client, "t-2")

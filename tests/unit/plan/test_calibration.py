@@ -12,9 +12,9 @@ from tridock.contracts.calibration import Attended, Calibration, Product, Summed
 from tridock.errors import RequestError
 from tridock.gpus import GPUS
 from tridock.layout.kernels import attention_seconds, product_seconds
-from tridock.ops.calibrate import beside, read_calibration, summary, write_calibration
+from tridock.ops.calibrate import calibration_path, read_calibration, summary, write_calibration
 from tridock.plan import Assumptions, assess
-from tridock.plan.calibration import measured_device, measured_links
+from tridock.plan.rates import measured_device, measured_links
 
 MEASURED = Calibration(
     device="NVIDIA A100-SXM4-80GB",
@@ -73,7 +73,7 @@ def test_a_precision_that_was_not_measured() -> None:
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = beside(tmp_path / "hostfile")
+    path = calibration_path(tmp_path / "hostfile")
     assert path.name == "hostfile.calibration.json"
     write_calibration(MEASURED, path)
     assert read_calibration(path) == MEASURED

@@ -15,9 +15,9 @@ BASE = """\
 name: tiny
 model: {num_layers: 6, hidden_size: 8, num_attention_heads: 3, seq_length: 15, max_position_embeddings: 8}
 batch: {micro_batch_size: 2, global_batch_size: 7}
-data: {data_path: data/x}
+data: {data_path: data/x, split: "1,0,1"}
 optimizer: {lr_warmup_iters: 30, min_lr: 1.0}
-train: {train_iters: 30, seed: 0, save: false, checkpoint_folder: x}
+train: {train_iters: 30, seed: 0, save: false, checkpoint_folder: x, eval_interval: 5}
 megatron_args: [--fp16]
 """
 ALL = [

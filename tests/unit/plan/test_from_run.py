@@ -14,7 +14,7 @@ from tests.unit.plan.test_narayanan import ROWS, planned
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, dump_experiment
 from tridock.gpus import GPUS
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.correction import MeasuredRun
 from tridock.plan.from_run import correction_of
@@ -59,7 +59,7 @@ def test_a_networks_rate_that_was_given_stays() -> None:
     assert correction.links == ("node",)
     assert correction.time > 1.5
     assert seconds(corrected) == pytest.approx(took, rel=1e-6)
-    rates = corrected.rates(EXPERIMENT, Shape(1, 1, 8))
+    rates = corrected.rates(EXPERIMENT, LayoutShape(1, 1, 8))
     assert (rates.network_source, rates.network_gb_s, rates.slower) == ("given", 25 / 8, {"node": correction.time})
 
 
@@ -94,7 +94,7 @@ def test_devices_without_known_rates_get_one_from_the_run() -> None:
     samples = EXPERIMENT.batch.samples_per_step(1) // 2
     half = EXPERIMENT.model_copy(update={"batch": EXPERIMENT.batch.model_copy(update={"global_batch_size": samples})})
     assert 0.5 < seconds(corrected, half) / 3000.0 < 0.6
-    assert corrected.rates(EXPERIMENT, Shape(1, 1, 8)).tflops_source == "measured: runs/a"
+    assert corrected.rates(EXPERIMENT, LayoutShape(1, 1, 8)).tflops_source == "measured: runs/a"
 
 
 def test_another_layout_takes_the_factors_over() -> None:

@@ -1,7 +1,6 @@
 """Which groups cross nodes, and what is said of it."""
 
 import re
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -64,14 +63,10 @@ def test_an_interleaved_pipeline_goes_round(stages: int, pairs: tuple[tuple[int,
           f"and every layer waits for the network; got 8; use 2, {STAYS}"]),
         ((2, 2, 1, 2), [3, 3, 2],
          [f"{TP}: 1 of 4 tensor parallel groups cross nodes (n0 + n1), "
-          f"and every layer waits for the network; got 2; use 1, {STAYS}",
-          "hostfile: uneven slots spread 1 of 4 stages of replicas over several nodes (n0 + n1); "
-          "got nodes x slots: 2 x 3, 1 x 2; give every node a multiple of 2 slots"]),
+          f"and every layer waits for the network; got 2; use 1, {STAYS}"]),
         ((2, 1, 2, 2), [4, 2, 2],
          [f"{CP}: 2 of 4 context parallel groups cross nodes (n1 + n2), "
-          f"and every layer's attention waits for the network; got 2; use 1, {STAYS}",
-          "hostfile: uneven slots spread 1 of 2 replicas over several nodes (n1 + n2); "
-          "got nodes x slots: 1 x 4, 2 x 2; give every node a multiple of 4 slots"]),
+          f"and every layer's attention waits for the network; got 2; use 1, {STAYS}"]),
         ((1, 1, 4, 2), [2] * 4,
          [f"{CP}: 2 of 2 context parallel groups cross nodes (n0 + n1, n2 + n3), "
           f"and every layer's attention waits for the network; got 4; use 2, {STAYS}"]),
@@ -106,7 +101,7 @@ def test_what_is_advised_crosses_nothing_and_nothing_greater_would_do(
     cuts = sorted(draw.draw(st.sets(st.integers(1, max(1, world - 1)), max_size=4)) - {world})
     slots = [end - begin for begin, end in zip([0, *cuts], [*cuts, world], strict=True)]
     found = warnings(laid_out(*sizes, slots=slots))
-    parts = [match for match in map(FORM.fullmatch, found) if match is not None and match["where"] != "hostfile"]
+    parts = [match for match in map(FORM.fullmatch, found) if match is not None]
     advised = {match["where"]: int(match["todo"].split()[1].rstrip(",")) for match in parts}
     nodes = [node for node, count in enumerate(slots) for _ in range(count)]
 
@@ -132,9 +127,7 @@ def test_what_is_advised_crosses_nothing_and_nothing_greater_would_do(
         assert all(crosses(fitting, size)[1] for size in better)
 
 
-def test_a_thousand_ranks_take_no_time() -> None:
+def test_a_thousand_ranks() -> None:
     plan = laid_out(8, 16, 1, 8, slots=[8] * 128)
-    started = time.process_time()
     assert max(make_groups(plan).spans("data")) == 8
     assert warnings(plan) == []
-    assert time.process_time() - started < 0.2

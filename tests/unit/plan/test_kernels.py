@@ -6,11 +6,11 @@ import pytest
 
 from tridock.gpus import GPUS
 from tridock.layout.activations import Attention
-from tridock.layout.kernels import Device, attention_seconds, pass_seconds, product_seconds
+from tridock.layout.kernels import KernelRates, attention_seconds, pass_seconds, product_seconds
 from tridock.plan.rates import Rates
 
-A100 = Device(312.0, 108, 0.84, 0.64, 2039.0, 6e-6)
-GIVEN = Device(100.0, 1, 1.0, 1.0, 2039.0, 0.0, flat=True)
+A100 = KernelRates(312.0, 108, 0.84, 0.64, 2039.0, 6e-6)
+GIVEN = KernelRates(100.0, 1, 1.0, 1.0, 2039.0, 0.0, flat=True)
 
 
 def share(rows: int, columns: int, inner: int) -> float:

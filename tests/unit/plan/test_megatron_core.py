@@ -102,6 +102,9 @@ def refused(ranks: int, *overrides: str) -> str:
              "model.moe_shared_expert_intermediate_size=25"],
          "model.moe_shared_expert_intermediate_size: must be a multiple of tensor_model_parallel_size 2; got 25; "
          "use 24 or 26"),
+        (1, ["model.num_moe_experts=4", "model.add_bias_linear=false", "model.moe_router_topk=1"],
+         "model.moe_router_pre_softmax: moe_router_topk 1 needs it: the softmax of one score is 1, and its router "
+         "would not learn; got false; set it to true, or use 2 experts"),
         (1, ["model.moe_shared_expert_intermediate_size=24"],
          "model.moe_shared_expert_intermediate_size: needs model.num_moe_experts; got 24; leave it out"),
         (1, [f"{SP}=true"],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
+from tridock.engines.fields import CHECKPOINT_OPTIONS
 from tridock.errors import Problem
 from tridock.experiment import Experiment, parse_experiment
 from tridock.plan.legality import layout_problems

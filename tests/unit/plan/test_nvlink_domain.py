@@ -60,6 +60,6 @@ def test_the_search_lets_tensor_parallel_groups_cross_hosts_of_a_rack() -> None:
 
 def test_a_gpu_without_a_domain_keeps_its_nodes() -> None:
     alone = replace(GPUS["gb200"], domain=None)
-    assert Assumptions(alone).shape(1, 1, 4, 64).slots == 4
-    assert Assumptions(GPUS["gb200"]).shape(1, 1, 4, 8).slots == 8
-    assert Assumptions(GPUS["gb200"]).shape(1, 1, 8, 256).slots == 64
+    assert Assumptions(alone).shape(BASE, 64, 4).slots == 4
+    assert Assumptions(GPUS["gb200"]).shape(BASE, 8, 4).slots == 8
+    assert Assumptions(GPUS["gb200"]).shape(BASE, 256, 8).slots == 64

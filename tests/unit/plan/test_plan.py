@@ -57,7 +57,7 @@ def test_every_problem_at_once() -> None:
         "parallel.strategy=ddp", "parallel.zero_stage=2", "parallel.tensor_model_parallel_size=2",
         "model.num_attention_heads=3", "model.max_position_embeddings=8", "batch.global_batch_size=7",
         "optimizer.lr_warmup_iters=30", "optimizer.lr_warmup_fraction=0.1", "optimizer.min_lr=1",
-        "env.CUDA_VISIBLE_DEVICES='0'",
+        "env.CUDA_VISIBLE_DEVICES='0'", "train.eval_interval=5", "data.split='9,0,1'",
     ]  # fmt: skip
     assert refused({"a": [0, 1], "b": [0, 1]}, *overrides) == [
         "e.yaml: parallel.tensor_model_parallel_size: must divide num_attention_heads 3; got 2; use 1 or 3",
@@ -70,6 +70,8 @@ def test_every_problem_at_once() -> None:
         "leave one of the two out",
         "e.yaml: optimizer.lr_warmup_iters: must be less than lr_decay_iters 30; got 30; lower it",
         "e.yaml: optimizer.min_lr: must not exceed lr 0.00015; got 1; lower it",
+        "e.yaml: data.split: leaves no data for validation every 5 iterations; got 9,0,1; "
+        "give validation a share, or set train.eval_interval to 0",
         "e.yaml: env.CUDA_VISIBLE_DEVICES: chooses GPUs of a node, not of an experiment; got '0'; "
         "set it in the shell for tridock train, or in nodes.<name>.env of the cluster's settings for tridock launch",
     ]
@@ -105,3 +107,25 @@ def test_nearest_multiples() -> None:
     assert nearest_multiples(4, 10) == (8, 12)
     assert nearest_multiples(4, 3) == (4,)
     assert [nearest_multiple(32, number) for number in (60, 36, 48, 7)] == [64, 32, 64, 32]
+
+
+def test_several_data_sets_where_one_is_read() -> None:
+    blend = "data.data_path=[0.7, a, 0.3, b]"
+    of_megatron = ("engine=megatron-deepspeed", "precision=fp32", "data.vocab_file=v", "data.merge_file=m")
+    assert "e.yaml: data.data_path: Megatron v1.1.5 reads one data set; got a, b; " in "\n".join(
+        refused({"n": [0]}, blend, *of_megatron)
+    )
+    vision = ("model.preset=resnet50", "parallel.strategy=ddp")
+    own = ("data.data_path=null", "data.train_data_path=a", "data.test_data_path=b")
+    for data in ((blend,), own):
+        assert refused({"n": [0]}, *data, *vision) == [
+            "e.yaml: data.data_path: preset resnet50 reads one data set; got a, b; name one data set"
+        ]
+
+
+def test_an_evaluation_needs_data_of_validation() -> None:
+    own = ("data.data_path=null", "data.train_data_path=a", "train.eval_interval=5")
+    assert refused({"n": [0]}, *own) == [
+        "e.yaml: data.valid_data_path: there is no data for validation every 5 iterations; "
+        "name some, or set train.eval_interval to 0"
+    ]

@@ -51,6 +51,6 @@ def test_a_step_takes_longer_unless_it_is_compiled() -> None:
         return cost.estimate.elementwise
 
     compiled = {**RMS, "train.compile": True}
-    assert kernels("v100-32gb", RMS) > 1.15 * kernels("v100-32gb", compiled)
+    assert kernels("v100-32gb", RMS) > 1.15 * kernels("v100-32gb", {})
     assert kernels("v100-32gb", compiled) == pytest.approx(kernels("v100-32gb", {"train.compile": True}), rel=0.01)
-    assert kernels("a100-80gb", RMS) == pytest.approx(kernels("a100-80gb", compiled))
+    assert kernels("a100-80gb", RMS) == pytest.approx(kernels("a100-80gb", {}), rel=0.01)

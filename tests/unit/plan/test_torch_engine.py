@@ -59,9 +59,15 @@ def said(slots: int, fields: dict[str, Any]) -> list[str]:
         (2, {TP: 2, "model.ffn_hidden_size": 33},
          f"{TP}: must divide ffn_hidden_size 33; got 2; use 1"),
         (1, {"model.rotary_base": 500},
-         "model.rotary_base: needs position_embedding_type rope; got 500; leave it out"),
+         "model.rotary_base: needs position_embedding_type rope; got 500.0; leave it out"),
         (1, {"model.position_embedding_type": "rope", "model.rope_scaling_factor": 32.0},
          "model.rope_scaling_factor: needs use_rope_scaling; got 32.0; leave it out"),
+        (2, {"model.qk_layernorm": True, "model.qk_layernorm_all_heads": True, "parallel.strategy": "ddp",
+             "parallel.tensor_model_parallel_size": 2},
+         "parallel.tensor_model_parallel_size: with qk_layernorm_all_heads, needs normalization RMSNorm; got 2; "
+         "set it to 1: fsdp and stages split the model"),
+        (1, {"model.qk_layernorm_all_heads": True},
+         "model.qk_layernorm_all_heads: needs qk_layernorm; got true; set it, or leave this out"),
         (1, {"model.position_embedding_type": "rope", "model.rotary_percent": 0.4},
          "model.rotary_percent: must rotate an even number of the 8 elements of a head; got 0.4; "
          "use 0.5 or 1, or other heads"),

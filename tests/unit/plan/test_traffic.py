@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.engines import ENGINES, engine_of
+from tridock.engines import ENGINES, cost_model_of
 from tridock.engines.deepspeed import REUSED
 from tridock.experiment import Experiment
 from tridock.gpus import GPUS
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.layout.traffic import Traffic, all_gather, all_reduce
 from tridock.plan.rates import Rates
 
@@ -49,7 +49,7 @@ def experiment(
 
 def volumes(given: Experiment, data: int = 1, accumulation: int = 1, stage: int = 0) -> dict[str, int]:
     """Bytes of each group."""
-    sent = engine_of(given).traffic_of_stage(given, Shape(data, accumulation, 64), stage)
+    sent = cost_model_of(given).traffic_of_stage(given, LayoutShape(data, accumulation, 64), stage)
     return {one.group: one.bytes_per_rank for one in sent}
 
 
@@ -98,13 +98,13 @@ def test_a_pipeline_sends_one_way_at_its_ends(stage: int, messages: int) -> None
 def test_an_interleaved_pipeline_sends_after_every_run() -> None:
     given = experiment({PP: 2, VPP: 2, TP: 2, SP: True})
     assert [volumes(given, accumulation=4, stage=stage)["pipeline"] for stage in (0, 1)] == [4 * 3 * HIDDEN // 2] * 2
-    (pipeline,) = [one for one in engine_of(given).traffic(given, Shape(1, 4, 8)) if one.group == "pipeline"]
+    (pipeline,) = [one for one in cost_model_of(given).traffic(given, LayoutShape(1, 4, 8)) if one.group == "pipeline"]
     assert pipeline.waits == 2 * (2 * 4 + 1) * HIDDEN // 2
 
 
 def test_the_stage_that_sends_most_is_named() -> None:
-    given, shape = experiment({PP: 4, TP: 2}), Shape(1, 4, 8)
-    reported = {one.group: one.bytes_per_rank for one in engine_of(given).traffic(given, shape)}
+    given, shape = experiment({PP: 4, TP: 2}), LayoutShape(1, 4, 8)
+    reported = {one.group: one.bytes_per_rank for one in cost_model_of(given).traffic(given, shape)}
     stages = [volumes(given, accumulation=4, stage=stage) for stage in range(4)]
     assert reported == {group: max(stage.get(group, 0) for stage in stages) for group in stages[0]}
     assert reported["pipeline"] == stages[1]["pipeline"] > stages[0]["pipeline"]
@@ -182,14 +182,14 @@ def by_group(found: list[Traffic]) -> dict[str, Traffic]:
 )
 def test_links_where_stages_are_neighbours(slots: int, expected: dict[str, tuple[str, int]]) -> None:
     sizes = {TP: 2, PP: 2, "use_tp_pp_dp_mapping": True}
-    found = by_group(ENGINES["megatron-core"].traffic(experiment(sizes), Shape(4, 2, slots)))
+    found = by_group(ENGINES["megatron-core"].cost_model.traffic(experiment(sizes), LayoutShape(4, 2, slots)))
     assert {group: (found[group].link, found[group].sharing) for group in expected} == expected
 
 
 @pytest.mark.parametrize(("slots", "link"), [(16, "node"), (8, "node"), (4, "network")])
 def test_the_first_and_the_last_stage_are_on_one_node_where_the_pipeline_is(slots: int, link: str) -> None:
     given = experiment({PP: 4}, {"num_layers": 4})
-    found = by_group(ENGINES["megatron-core"].traffic_of_stage(given, Shape(2, 1, slots), 0))
+    found = by_group(ENGINES["megatron-core"].cost_model.traffic_of_stage(given, LayoutShape(2, 1, slots), 0))
     assert (found["embedding"].link, found["pipeline"].link == "network") == (link, slots == 4)
 
 
@@ -205,7 +205,9 @@ def test_the_first_and_the_last_stage_are_on_one_node_where_the_pipeline_is(slot
     ],
 )
 def test_links_and_who_shares_them(slots: int, expected: dict[str, tuple[str, int]]) -> None:
-    found = by_group(ENGINES["megatron-core"].traffic(experiment({TP: 2, CP: 2, PP: 2}), Shape(2, 2, slots)))
+    found = by_group(
+        ENGINES["megatron-core"].cost_model.traffic(experiment({TP: 2, CP: 2, PP: 2}), LayoutShape(2, 2, slots))
+    )
     assert {group: (found[group].link, found[group].sharing) for group in expected} == expected
     assert found["embedding"].link == found["pipeline"].link
     assert {group: found[group].size for group in found} == {
@@ -246,7 +248,9 @@ def layouts(draw: st.DrawFn) -> tuple[dict[str, Any], int, int, int]:
 def test_what_holds_everywhere(case: tuple[dict[str, Any], int, int, int]) -> None:
     parallel, data, steps, slots = case
     given = experiment(parallel)
-    found, more = (by_group(engine_of(given).traffic(given, Shape(data, count, slots))) for count in (steps, steps + 1))
+    found, more = (
+        by_group(cost_model_of(given).traffic(given, LayoutShape(data, count, slots))) for count in (steps, steps + 1)
+    )
     sizes = {"tensor": parallel[TP], "context": parallel[CP], "pipeline": parallel[PP]}
     sizes |= {"data": data * parallel[CP], "embedding": min(2, parallel[PP])}
     assert {group: one.size for group, one in found.items()} == {g: size for g, size in sizes.items() if size > 1}

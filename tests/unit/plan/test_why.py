@@ -48,7 +48,7 @@ def test_a_layout_is_weighed_as_it_is_planned() -> None:
     assert (judged.label, judged.verdict) == ("TP2 PP2 DP2 MB2", planned.verdict)
     assert judged.seconds == pytest.approx(planned.cost.estimate.iteration)
     assert sum(judged.time.values()) == pytest.approx(planned.cost.estimate.iteration)
-    assert sum(judged.memory.values()) == planned.worst.total_bytes
+    assert sum(judged.memory_terms.values()) == planned.worst.total_bytes
 
 
 def test_neighbors_are_one_step_away() -> None:
@@ -100,9 +100,9 @@ def test_differences_add_up() -> None:
             continue
         assert why.layout.seconds is not None
         assert other.seconds is not None
-        time, memory = difference(why.layout.time, other.time), difference(why.layout.memory, other.memory)
+        time, memory = difference(why.layout.time, other.time), difference(why.layout.memory_terms, other.memory_terms)
         assert sum(time.values()) == pytest.approx(other.seconds - why.layout.seconds, abs=1e-9)
-        assert sum(memory.values()) == sum(other.memory.values()) - sum(why.layout.memory.values())
+        assert sum(memory.values()) == sum(other.memory_terms.values()) - sum(why.layout.memory_terms.values())
         sizes = [abs(value) for value in time.values()]
         assert sizes == sorted(sizes, reverse=True)
         assert all(sizes)

@@ -17,7 +17,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "mine-20260101-000000-abcd"
     folder.mkdir()
     (folder / "experiment.yaml").write_text(EXPERIMENT)
-    ranks = [{"rank": rank, "node": "ab"[rank]} for rank in range(2)]
+    ranks = [{"rank": rank, "node": "ab"[rank], "slot": 0} for rank in range(2)]
     (folder / "plan.json").write_text(json.dumps({"engine": "command", "world_size": 2, "ranks": ranks}))
     (folder / "exit_code").write_text("0\n")
     return folder

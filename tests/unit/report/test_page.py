@@ -301,7 +301,7 @@ def test_the_layout_of_many_ranks_is_a_bitmap_in_the_page(tmp_path: Path, monkey
         assert image.format == "PNG"
 
 
-HOSTILE = '"><script>alert(1)</script><img src=http://evil/x onerror=alert(2)>$\\frac{}$_&\x00\x1b[31m'
+HOSTILE = '"><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)>$\\frac{}$_&\x00\x1b[31m'
 
 
 def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:

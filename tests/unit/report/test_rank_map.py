@@ -1,15 +1,11 @@
 """The rank map, in the terminal and drawn."""
 
 import io
-import itertools
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
@@ -18,8 +14,8 @@ from tests.unit.plan.layouts import laid_out
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
 from tridock.plan import Plan
-from tridock.report.rank_map import KEY, by_node, ink, legend, render, stage_colours
-from tridock.report.rank_picture import MARGIN, lay_out, plot, tensor_outlines
+from tridock.report.pictures import plot
+from tridock.report.rank_map import KEY, RankMap, ink, legend, stage_colours
 
 SMALL = """\
 TP2 PP2 DP1: 4 ranks on 2 nodes
@@ -37,37 +33,11 @@ TP8 PP16 DP8: 1,024 ranks on 128 nodes
 │ slot 0   slot 1   slot 2   slot 3   slot 4   slot 5   slot 6   slot 7   │
 │ r0       r1       r2       r3       r4       r5       r6       r7       │
 │ 0.0.0.0  0.0.0.1  0.0.0.2  0.0.0.3  0.0.0.4  0.0.0.5  0.0.0.6  0.0.0.7  │
-╰─ and 7 alike, to n7 ────────────────────────────────────────────────────╯
-╭─ n8 ────────────────────────────────────────────────────────────────────╮
-│ slot 0   slot 1   slot 2   slot 3   slot 4   slot 5   slot 6   slot 7   │
-│ r64      r65      r66      r67      r68      r69      r70      r71      │
-│ 1.0.0.0  1.0.0.1  1.0.0.2  1.0.0.3  1.0.0.4  1.0.0.5  1.0.0.6  1.0.0.7  │
-╰─ and 7 alike, to n15 ───────────────────────────────────────────────────╯
-╭─ n16 ───────────────────────────────────────────────────────────────────╮
-│ slot 0   slot 1   slot 2   slot 3   slot 4   slot 5   slot 6   slot 7   │
-│ r128     r129     r130     r131     r132     r133     r134     r135     │
-│ 2.0.0.0  2.0.0.1  2.0.0.2  2.0.0.3  2.0.0.4  2.0.0.5  2.0.0.6  2.0.0.7  │
-╰─ and 7 alike, to n23 ───────────────────────────────────────────────────╯
-╭─ n24 ───────────────────────────────────────────────────────────────────╮
-│ slot 0   slot 1   slot 2   slot 3   slot 4   slot 5   slot 6   slot 7   │
-│ r192     r193     r194     r195     r196     r197     r198     r199     │
-│ 3.0.0.0  3.0.0.1  3.0.0.2  3.0.0.3  3.0.0.4  3.0.0.5  3.0.0.6  3.0.0.7  │
-╰─ and 7 alike, to n31 ───────────────────────────────────────────────────╯
-... 88 more nodes, n32 to n119: stages 4 to 14 ...
-╭─ n120 ──────────────────────────────────────────────────────────────────╮
-│ slot 0   slot 1   slot 2   slot 3   slot 4   slot 5   slot 6   slot 7   │
-│ r960     r961     r962     r963     r964     r965     r966     r967     │
-│ 15.0.0.0 15.0.0.1 15.0.0.2 15.0.0.3 15.0.0.4 15.0.0.5 15.0.0.6 15.0.0.7 │
-╰─ and 7 alike, to n127 ──────────────────────────────────────────────────╯
+╰─────────────────────────────────────────────────────────────────────────╯
+… and 127 nodes more in the same way, to n127
 r5: rank 5. Below it pp.dp.cp.tp: pipeline, data, context, tensor parallel rank
-   stage 0 (r0 to r63)         stage 1 (r64 to r127)
-   stage 2 (r128 to r191)      stage 3 (r192 to r255)
-   stage 4 (r256 to r319)      stage 5 (r320 to r383)
-   stage 6 (r384 to r447)      stage 7 (r448 to r511)
-   stage 8 (r512 to r575)      stage 9 (r576 to r639)
-   stage 10 (r640 to r703)     stage 11 (r704 to r767)
-   stage 12 (r768 to r831)     stage 13 (r832 to r895)
-   stage 14 (r896 to r959)     stage 15 (r960 to r1023)
+     stage 0 (r0 to r63): 9 GiB                 stage 1 (r64 to r127): 8 GiB
+     stages 2 to 14 (r128 to r959): 7 GiB       stage 15 (r960 to r1023): 9 GiB
 """
 
 
@@ -75,7 +45,7 @@ def shown(plan: Plan, captions: dict[int, str] | None = None, width: int = 80, c
     file = io.StringIO()
     system = "truecolor" if colour else None
     console = Console(file=file, width=width, force_terminal=colour, color_system=system)  # type: ignore[arg-type]
-    console.print(render(plan, captions))
+    console.print(RankMap(plan, captions or {}))
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
@@ -83,8 +53,9 @@ def test_a_small_map() -> None:
     assert shown(laid_out(2, 2, slots=[2, 2]), {0: "12.3 GiB, tight"}) == SMALL
 
 
-def test_of_many_nodes_those_alike_are_shown_once() -> None:
-    assert shown(laid_out(8, 16, 1, 8, slots=[8] * 128)) == LARGE
+def test_of_many_nodes_and_stages_the_first_are_shown() -> None:
+    captions = {0: "9 GiB", 1: "8 GiB", **dict.fromkeys(range(2, 15), "7 GiB"), 15: "9 GiB"}
+    assert shown(laid_out(8, 16, 1, 8, slots=[8] * 128), captions) == LARGE
 
 
 def test_colour_adds_nothing_but_colour() -> None:
@@ -97,11 +68,11 @@ def test_colour_adds_nothing_but_colour() -> None:
     )  # two slots' two lines, the legend
 
 
-def test_up_to_sixteen_nodes_every_rank_is_shown() -> None:
-    plan = laid_out(2, 4, 2, 4, slots=[4] * 16)
-    text = shown(plan)
-    assert sorted(map(int, re.findall(r"\br(\d+) ", text.partition("r5: rank")[0]))) == list(range(64))
-    assert "alike" not in text
+@pytest.mark.parametrize(("width", "nodes"), [(80, 2), (200, 5), (280, 7), (290, 16)])
+def test_nodes_that_fit_in_two_lines_are_all_shown(width: int, nodes: int) -> None:
+    text = shown(laid_out(2, 4, 2, 4, slots=[4] * 16), width=width).partition("r5: rank")[0]
+    assert sorted(map(int, re.findall(r"\br(\d+) ", text))) == list(range(4 * nodes))
+    assert ("… and" in text) == (nodes < 16)
 
 
 @pytest.mark.parametrize("width", [8, 20, 40, 80, 200])
@@ -129,24 +100,16 @@ def test_the_hostfiles_slots_are_named() -> None:
     ]
 
 
-def test_many_nodes_of_other_slots_are_not_alike() -> None:
-    lines = shown(laid_out(data=34, slots=[2] * 10 + [1] * 6 + [2] * 4)).splitlines()
-    assert [line for line in lines if "alike" in line] == [
-        "╰─ and 9 alike, to n9 ──╯ ╰─ and 5 alike, to n15 ─╯ ╰─ and 3 alike, to n19 ─╯"
-    ]
-
-
-def test_of_very_many_kinds_of_nodes_the_first_and_the_last_are_shown() -> None:
-    lines = shown(laid_out(data=30, slots=[2, 1] * 10)).splitlines()
-    assert "... 15 more nodes, n4 to n18: stage 0 ..." in lines
-    assert [name for line in lines for name in re.findall(r"─ (n\d+) ─", line)] == ["n0", "n1", "n2", "n3", "n19"]
-
-
 def test_a_long_legend_joins_stages_with_the_same_caption() -> None:
     plan = laid_out(stages=20)
     captions = {0: "9 GiB", **dict.fromkeys(range(1, 19), "8 GiB")}
     assert [line.text for line in legend(plan, captions)] == [
         "stage 0 (r0): 9 GiB", "stages 1 to 18 (r1 to r18): 8 GiB", "stage 19 (r19)",
+    ]  # fmt: skip
+    unlike = {stage: f"{20 - stage} GiB" for stage in range(20)}
+    assert len(legend(plan, unlike)) == 20
+    assert [line.text for line in legend(plan, unlike, is_short=True)] == [
+        "stage 0 (r0): 20 GiB", "stage 1 (r1): 19 GiB", "stages 2 to 18 (r2 to r18)", "stage 19 (r19): 1 GiB",
     ]  # fmt: skip
     assert len(legend(laid_out(stages=16), {})) == 16
 
@@ -238,57 +201,3 @@ def test_no_other_suffix(tmp_path: Path, name: str, got: str) -> None:
         f"{tmp_path / name}: the rank map is drawn as PNG or SVG; got {got}; end the file's name in .png or .svg"
     )
     assert not list(tmp_path.iterdir())
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.sampled_from([1, 2, 3, 4, 6, 8]))
-def test_nothing_overlaps_on_the_sheet(slots: Sequence[int], tensor: int) -> None:
-    missing = -sum(slots) % tensor
-    slots = [*slots, missing] if missing else slots
-    plan = laid_out(tensor, data=sum(slots) // tensor, slots=slots)
-    nodes = by_node(plan)
-    entries = ["a", "longer"]
-    sheet = lay_out(plan, nodes, 3.0, entries, lambda text, points: 0.6 * points / 72 * len(text))
-    boxes = []
-    for number, ranks in enumerate(nodes.values()):
-        left, bottom = sheet.node(number)
-        boxes.append((left, bottom, left + sheet.node_width, bottom + sheet.node_height))
-        inside = []
-        for place in range(len(ranks)):
-            x, y = sheet.slot_of(number, place)
-            inside.append((x, y, x + sheet.slot.width, y + sheet.slot.height))
-            assert left < x < x + sheet.slot.width < left + sheet.node_width
-            assert bottom < y < y + sheet.slot.height < bottom + sheet.node_height - sheet.slot.line
-        apart(inside)
-    apart(boxes)
-    foot = sheet.entry(0)[1]
-    assert all(box[0] >= MARGIN and box[2] <= sheet.width - MARGIN + 1e-9 and box[1] > foot for box in boxes)
-    assert max(box[3] for box in boxes) < sheet.height - MARGIN
-    crosses = any(
-        first.node != second.node for first, second in itertools.pairwise(plan.ranks) if second.tensor_parallel_rank
-    )
-    assert (True in {cut for cut, _ in tensor_outlines(plan, sheet, nodes)}) == crosses
-
-
-def apart(boxes: Sequence[tuple[float, float, float, float]]) -> None:
-    for one, other in itertools.combinations(boxes, 2):
-        gaps = (one[0] - other[2], other[0] - one[2], one[1] - other[3], other[1] - one[3])
-        assert max(gaps) > -1e-9
-
-
-def test_a_group_that_continues_in_the_next_row_stays_open() -> None:
-    plan = laid_out(3, data=3, slots=[1, 8])
-    nodes = by_node(plan)
-    sheet = lay_out(plan, nodes, 1.0, ["a"], lambda *_: 0.1)
-    assert sheet.slots_across == 3
-    lengths = [(cut, len(points)) for cut, points in tensor_outlines(plan, sheet, nodes)]
-    # The first node's slot and the second's first two are cut off; then two groups of three, each in two rows.
-    assert lengths == [(True, 5), (True, 5), (False, 4), (False, 4), (False, 4), (False, 4)]
-
-
-def test_a_group_over_three_rows_is_open_on_both_sides_in_the_middle() -> None:
-    plan = laid_out(17, data=2, slots=[34])
-    nodes = by_node(plan)
-    sheet = lay_out(plan, nodes, 1.0, ["a"], lambda *_: 0.1)
-    assert sheet.slots_across == 8
-    lengths = [len(points) for _, points in tensor_outlines(plan, sheet, nodes)]
-    assert lengths == [4, 2, 2, 4, 4, 2, 2, 4]

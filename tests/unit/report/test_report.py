@@ -11,8 +11,10 @@ from rich.console import Console
 
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, dump_experiment
-from tridock.report.charts import plot_loss, running_mean
+from tridock.report.charts import plot_loss
+from tridock.report.subject import of_run
 from tridock.report.summary import Summary, render_table, rows_of, summarize
+from tridock.report.theme import SERIES
 
 
 def make_run(folder: Path, iterations: int = 4, **fields: Any) -> Path:
@@ -25,7 +27,8 @@ def make_run(folder: Path, iterations: int = 4, **fields: Any) -> Path:
     }
     folder.mkdir(parents=True)
     (folder / "experiment.yaml").write_text(dump_experiment(Experiment.model_validate(base | fields)))
-    plan = {"world_size": 3, "layout": "TP1 PP1 DP3", "ranks": [{"node": "n1"}, {"node": "n1"}, {"node": "n2"}]}
+    ranks = [{"rank": rank, "node": node, "slot": rank % 2} for rank, node in enumerate(("n1", "n1", "n2"))]
+    plan = {"world_size": 3, "layout": "TP1 PP1 DP3", "ranks": ranks}
     (folder / "plan.json").write_text(json.dumps(plan))
     metrics: list[dict[str, Any]] = [
         {"iteration": n, "loss": 8.0 - n, "tokens_per_second": 100.0 * n, "consumed_samples": 8 * n}
@@ -49,7 +52,7 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def rendered(summary: Summary) -> str:
     console = Console(file=io.StringIO(), width=100)
-    console.print(render_table(summary.run_id, rows_of(summary)))
+    console.print(render_table(f"Run {summary.run_id}", rows_of(summary)))
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
@@ -173,22 +176,15 @@ def test_iterations_done_again_count_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("iterations", [1, 4, 400])
 def test_the_curve_is_a_picture(tmp_path: Path, iterations: int) -> None:
     folder = make_run(tmp_path / "a-1", iterations=iterations)
-    plot_loss(folder, tmp_path / "pictures/loss.png")
+    plot_loss(of_run(folder), tmp_path / "pictures/loss.png")
     with Image.open(tmp_path / "pictures/loss.png") as picture:
-        assert picture.size == (1200, 720)
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20) or []}
-    assert (0x1F, 0x5F, 0xA8) in colours
-    assert (0xD9, 0x66, 0x2B) in colours
-
-
-def test_a_running_mean_stays_in_the_middle() -> None:
-    assert running_mean([1.0, 2.0, 3.0, 4.0, 9.0], 3) == pytest.approx([1.0, 2.0, 3.0, 16 / 3, 9.0])
-    assert running_mean([5.0], 10) == [5.0]
+        colours = {bytes(colour) for _, colour in picture.convert("RGB").getcolors(1 << 20) or []}
+    assert {bytes.fromhex(colour[1:]) for colour in SERIES[:3]} <= colours
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
     for folder, got in ((tmp_path / "none", "no such folder"), (tmp_path, "no experiment.yaml in it")):
-        for action in (summarize, lambda folder: plot_loss(folder, tmp_path / "x.png")):
+        for action in (summarize, of_run):
             with pytest.raises(RequestError) as caught:
                 action(folder)
             assert str(caught.value) == f"{folder}: is not a run's folder; got {got}; give runs/<run-id>"
@@ -197,7 +193,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 def test_nothing_to_draw(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a-1", iterations=0)
     with pytest.raises(RequestError) as caught:
-        plot_loss(folder, tmp_path / "x.png")
+        plot_loss(of_run(folder), tmp_path / "x.png")
     assert str(caught.value) == (
         f"{folder}/metrics.jsonl: has no loss; got no logged iteration; "
         "wait for the first logged iteration, or see the run's logs"

@@ -40,10 +40,11 @@ def test_status() -> None:
 
 
 def test_history() -> None:
-    assert cells(history_table([RUN, NEW, DIVERGED])) == [
-        [RUN.run_id, "tiny", "running", "", "1 min 5 s", "2.3457"],
-        ["new", "tiny", "running", "", "", ""],
-        [RUN.run_id, "tiny", "failed", "4", "1 min 5 s", ""],
+    mine = replace(RUN, head="gpu-1", started_by="ada@desk", disk_bytes=3 << 29)
+    assert cells(history_table([mine, NEW, DIVERGED], {"new": "job 17"})) == [
+        [RUN.run_id, "gpu-1", "ada@desk", "running", "", "1 min 5 s", "2.3457", "1.50 GiB"],
+        ["new", "job 17", "", "running", "", "", "", ""],
+        [RUN.run_id, "this machine", "", "failed", "4", "1 min 5 s", "", ""],
     ]
 
 

@@ -169,7 +169,9 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_environment_is_compared_field_by_field(tmp_path: Path) -> None:
     original = read_original(a_run(tmp_path / "t-1", [7.0]))
-    now = json.loads(json.dumps(MANIFEST | {"run_id": "t-2", "created": "2027", "config": "b.yaml"}))
+    now = json.loads(
+        json.dumps(MANIFEST | {"run_id": "t-2", "created": "2027", "started_by": "bob@lab", "config": "b.yaml"})
+    )
     assert environment(original, now, original.plan) == []
     now["image_manifest"]["torch"] = "2.14"
     now["image_manifest"]["patches"].append("0003")
@@ -237,7 +239,7 @@ def test_a_run_that_cannot_be_done_again(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "t-1", [])
     (folder / "plan.json").unlink()
     with pytest.raises(RequestError) as caught:
-        reproduce_here(folder, tmp_path, nothing)
+        reproduce_here(folder, tmp_path, nothing, nothing)
     assert str(caught.value) == (
         f"{folder}/metrics.jsonl: has no losses to compare with; got no logged iteration; "
         "name a run that has logged losses\n"
@@ -245,7 +247,7 @@ def test_a_run_that_cannot_be_done_again(tmp_path: Path) -> None:
         "fetch the run's folder whole: tridock fetch"
     )
     with pytest.raises(RequestError) as caught:
-        reproduce_here(tmp_path / "none", tmp_path, nothing)
+        reproduce_here(tmp_path / "none", tmp_path, nothing, nothing)
     assert str(caught.value) == f"{tmp_path}/none: is not a run's folder; got no such folder; give runs/<run-id>"
 
 
@@ -253,7 +255,7 @@ def test_nothing_is_started_on_other_data(tmp_path: Path, capsys: pytest.Capture
     """With the node's own fingerprints of real files."""
     with IndexedDatasetWriter(tmp_path / "data" / "t", 7) as writer:
         writer.add_document([1, 2, 3] * 20)
-    folder = a_run(tmp_path / "runs" / "t-1", [7.0, 6.0])
+    folder = a_run(tmp_path / "runs" / "t-1", [7.0, 6.0], **{"model.vocab_size": 8})
     assert main(["reproduce", str(folder), "--workspace", str(tmp_path)]) == 2
     done = capsys.readouterr()
     refused = [line.partition(";")[0] for line in done.err.splitlines()]

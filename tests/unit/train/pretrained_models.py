@@ -71,7 +71,7 @@ def preflight(folder: Path, fields: Mapping[str, Any], kind: str = "deepspeed") 
     if stored.problem is not None:
         return [stored.problem]
     try:
-        return list(weights_problems(loading(folder, fields, kind), stored, TOKENS))
+        return list(weights_problems(loading(folder, fields, kind).model, stored, TOKENS))
     except RequestError as error:
         return list(error.problems)
 

@@ -1,140 +1,28 @@
-"""One rank saves and chooses checkpoints; judging whether one fits, before anything is loaded."""
+"""One rank saves and chooses checkpoints."""
 
 import errno
+import os
 import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.unit.train.experiments import experiment
-from tridock.contracts.checkpoints import COPIED, newest, write_copied
+from tridock.contracts.checkpoint_files import is_complete
+from tridock.contracts.checkpoints import newest
+from tridock.contracts.events import Event, events_of
 from tridock.contracts.run_folder import write_atomic
-from tridock.errors import Problem, RequestError
-from tridock.train.checkpoints.checkpoint import Checkpoints, check_shared
+from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.checkpoints.choice import choose as chosen
-from tridock.train.checkpoints.files import MEGATRON, TORCH, Names, is_complete
-from tridock.train.checkpoints.progress import Progress, check_fit, read_progress
+from tridock.train.checkpoints.files import MEGATRON, TORCH, Names
 from tridock.train.checkpoints.snapshot import Write
 from tridock.train.rank.process_group import AgreedError, Ranks, join, leave
 
 RANKS = Ranks(0, 0, 2, torch.device("cpu"))
-ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
-
-
-def progress(**fields: object) -> Progress:
-    return Progress.of(experiment(**fields), RANKS, 100, padded_vocab_size=128)
-
-
-@pytest.mark.parametrize(
-    ("content", "got"),
-    [
-        (None, "No such file or directory"),
-        ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        ('{"a": 1}', "Progress.__init__() got an unexpected keyword argument 'a'"),
-    ],
-)
-def test_half_a_checkpoint(tmp_path: Path, content: str | None, got: str) -> None:
-    if content is not None:
-        (tmp_path / "tridock.json").write_text(content)
-    with pytest.raises(RequestError) as caught:
-        read_progress(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path}/tridock.json: cannot be read; got {got}; use another checkpoint: this one is incomplete"
-    )
-
-
-def test_every_difference_is_named(tmp_path: Path) -> None:
-    saved = replace(progress(**ZERO), data_parallel_size=4)  # which may be another
-    wanted = progress(**{"model.hidden_size": 32, "model.seq_length": 64, **ZERO, "parallel.zero_stage": 1})
-    with pytest.raises(RequestError) as caught:
-        check_fit(tmp_path, saved, replace(wanted, precision="fp32"))
-    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start from scratch"
-    assert str(caught.value).splitlines() == [
-        f"model.hidden_size: {where} 16; got 32; {todo}",
-        f"model.max_position_embeddings: {where} 8; got 64; {todo}",
-        f"parallel.zero_stage: {where} 2; got 1; {todo}",
-        f"precision: {where} bf16; got fp32; {todo}",
-    ]
-
-
-def test_heads_have_the_size_of_the_checkpoints(tmp_path: Path) -> None:
-    plain, same, other = (
-        progress(**ZERO, **{"model.num_attention_heads": 2, "model.kv_channels": size}) for size in (None, 8, 12)
-    )
-    check_fit(tmp_path, plain, same)
-    with pytest.raises(RequestError) as caught:
-        check_fit(tmp_path, plain, other)
-    assert str(caught.value).startswith("model.kv_channels: ")
-
-
-def test_a_mixture_has_the_experts_of_the_checkpoint(tmp_path: Path) -> None:
-    core = {"engine": "megatron-core", "parallel.strategy": "ddp", "model.add_bias_linear": False}
-    four = {**core, "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 24}
-    gated = {"model.moe_shared_expert_intermediate_size": 8, "model.moe_shared_expert_gate": True}
-    check_fit(tmp_path, progress(**four), progress(**four))
-    check_fit(tmp_path, progress(**core), progress(**core))
-    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start from scratch"
-    for saved, wanted, named in (
-        (four, {**four, "model.num_moe_experts": 8}, {"num_moe_experts": "4; got 8"}),
-        (four, core, {"num_moe_experts": "4; got None"}),
-        (core, {**core, "model.num_moe_experts": 4}, {"num_moe_experts": "None; got 4"}),
-        (four, {**four, "model.moe_ffn_hidden_size": 16}, {"moe_ffn_hidden_size": "24; got 16"}),
-        (four, {**four, "model.moe_router_topk": 3}, {"moe_router_topk": "2; got 3"}),
-        ({**four, **gated}, four, {"moe_shared_expert_intermediate_size": "8; got None",
-                                   "moe_shared_expert_gate": "True; got False"}),
-    ):  # fmt: skip
-        with pytest.raises(RequestError) as caught:
-            check_fit(tmp_path, progress(**saved), progress(**wanted))
-        found = str(caught.value).splitlines()
-        for name, values in named.items():
-            assert f"model.{name}: {where} {values}; {todo}" in found
-
-
-def test_ddp_may_change_what_does_not_matter_to_it(tmp_path: Path) -> None:
-    ddp = {"parallel.strategy": "ddp"}
-    saved = replace(progress(**ddp, precision="fp32"), data_parallel_size=8)
-    check_fit(tmp_path, saved, progress(**ddp))
-    with pytest.raises(RequestError) as caught:
-        check_fit(tmp_path, saved, progress(**ZERO))
-    assert str(caught.value).startswith(f"parallel.strategy: the checkpoint {tmp_path} was saved with ddp; got zero; ")
-
-
-def test_megatron_core_may_change_its_layout_and_not_its_optimizer(tmp_path: Path) -> None:
-    core = {"engine": "megatron-core", "precision": "fp16"}
-    saved = replace(progress(**core), data_parallel_size=8)
-    check_fit(tmp_path, saved, progress(**core, **{"parallel.tensor_model_parallel_size": 2}))
-    wanted = progress(**core, **{"parallel.use_distributed_optimizer": True})
-    with pytest.raises(RequestError) as caught:
-        check_fit(tmp_path, saved, replace(wanted, precision="bf16"))
-    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start from scratch"
-    assert str(caught.value).splitlines() == [
-        f"precision: {where} fp16; got bf16; {todo}",
-        f"parallel.use_distributed_optimizer: {where} False; got True; {todo}",
-    ]
-
-
-def test_a_checkpoint_of_another_engine(tmp_path: Path) -> None:
-    saved = progress(**{"parallel.strategy": "ddp"}, precision="fp32")
-    with pytest.raises(RequestError) as caught:
-        check_fit(tmp_path, saved, progress(engine="megatron-core", precision="fp32"))
-    assert str(caught.value) == (
-        f"engine: the checkpoint {tmp_path} was saved with torch; got megatron-core;"
-        " use the same, or start from scratch"
-    )
-
-
-def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
-    check_shared(tmp_path, 0)
-    with pytest.raises(RequestError) as caught:
-        check_shared(tmp_path, 4)
-    assert str(caught.value) == (
-        "train.save: checkpoints of this engine lie in one folder that all nodes share; "
-        f"got a folder of rank 4's node alone: {tmp_path}; mount a shared file system there, or set it to false"
-    )
 
 
 TODO = "restore it, or continue from another checkpoint"
@@ -153,20 +41,20 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 def save(checkpoints: Checkpoints, iteration: int, keep: int | None = None) -> Path:
-    def prepare(folder: Path, writes_shared: bool, background: object) -> Write:
-        assert (writes_shared, background) == (True, None)
+    def prepare(folder: Path, leaders: Sequence[int], background: object) -> Write:
+        assert (list(leaders), background) == ([0], None)
         return lambda: write_atomic(folder / "model.pt", bytes([iteration]) * 100)
 
     return checkpoints.start(prepare, iteration, {"tridock.json": b"{}"}, ["model.pt", "tridock.json"], keep)()
 
 
 def choose(checkpoints: Checkpoints, source: Path) -> tuple[str, Reasons]:
-    passed_over: Reasons = {}
-
-    def note(folder: Path, problems: Sequence[Problem]) -> None:
-        passed_over[folder.name] = [str(problem) for problem in problems]
-
-    return chosen(source, checkpoints.names, checkpoints.ranks, lambda _: ["model.pt"], note).name, passed_over
+    """Returns what is chosen, and what the run's events say of the others."""
+    with tempfile.TemporaryDirectory() as run:
+        needed = lambda *_: iter([["model.pt"]])  # noqa: E731
+        found = chosen(source, checkpoints.names, checkpoints.ranks, needed, Path(run))
+        events = events_of(Path(run), Event.CHECKPOINT_REJECTED)
+    return found.name, {Path(it["folder"]).name: it["reasons"] for it in events}
 
 
 def listing(folder: Path) -> list[str]:
@@ -285,18 +173,6 @@ def test_the_newest_stay(tmp_path: Path, ranks: Ranks) -> None:
     assert listing(tmp_path) == ["iter_0000005", "latest"]
 
 
-def test_what_another_node_has_copied_stays_until_it_has_a_newer_copy(tmp_path: Path, ranks: Ranks) -> None:
-    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
-    save(checkpoints, 1)
-    write_copied(tmp_path, (1,))
-    for iteration in (2, 3):
-        save(checkpoints, iteration, keep=1)
-    assert listing(tmp_path) == [COPIED, "iter_0000001", "iter_0000003", "latest"]
-    write_copied(tmp_path, (3,))
-    save(checkpoints, 4, keep=1)
-    assert listing(tmp_path) == [COPIED, "iter_0000003", "iter_0000004", "latest"]
-
-
 def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path, ranks: Ranks) -> None:
     """What a kill leaves behind: half a folder; or one that was put aside for another of its name."""
     whole = save(Checkpoints(tmp_path, ranks, TORCH), 1)
@@ -310,6 +186,161 @@ def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path, ranks: 
     shutil.copytree(whole, tmp_path / ".iter_0000001.old")
     Checkpoints(tmp_path, ranks, TORCH)
     assert listing(tmp_path) == ["iter_0000001", "iter_0000002", "latest"]
+
+
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+"""Audit events: each comes before the change."""
+
+
+class Kills:
+    """What a kill before each change of a folder would leave: copies of it, in order."""
+
+    def __init__(self, folder: Path, states: Path) -> None:
+        self.folder, self.states = folder, states
+        self.whole: set[int] = set()
+        """What the next kill has to leave: one of these iterations is the newest complete one."""
+        self.left: list[tuple[Path, frozenset[int]]] = []
+        self._listens = True
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple[object, ...]) -> None:
+        if self._listens and event in CHANGES and not (event == "open" and not int(str(args[2])) & os.O_CREAT):
+            self._listens = False
+            self.left.append((self.states / str(len(self.left)), frozenset(self.whole)))
+            shutil.copytree(self.folder, self.left[-1][0], symlinks=True)
+            self._listens = True
+
+    def end(self) -> None:
+        self._listens = False
+
+
+def test_a_kill_at_any_operation_leaves_a_checkpoint_and_stops_no_save(tmp_path: Path, ranks: Ranks) -> None:
+    """Of one rank: saves, two of one name, the removal of old checkpoints, and checkpoints that are set aside."""
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, ranks, TORCH)
+    save(checkpoints, 1)
+    kills = Kills(folder, tmp_path / "states")
+    for iteration, before in ((2, 1), (3, 2), (3, 3), (4, 3)):
+        kills.whole = {before, iteration}
+        save(checkpoints, iteration, keep=2)
+    checkpoints.set_aside_after(3, folder / "iter_0000003")
+    kills.whole = {3, 4}
+    save(Checkpoints(folder, ranks, TORCH), 4, keep=2)
+    kills.end()
+    assert len(kills.left) > 60
+    for state, whole in kills.left:
+        after = Checkpoints(state, ranks, TORCH)
+        name, _ = choose(after, state)
+        assert int(name[-1]) in whole, state
+        assert is_complete(state / name)
+        save(after, 9)
+        assert not [one for one in listing(state) if one.startswith(".")], state
+        assert choose(after, state) == ("iter_0000009", {})
+
+
+def test_a_killed_write_of_the_pointer_ends_no_later_save(tmp_path: Path, ranks: Ranks) -> None:
+    """As do kills while ranks find out whether they share the folder, and while a checkpoint is removed."""
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    (tmp_path / ".latest.4242.0a1b2c3d.part").write_text("iter_0000002")
+    (tmp_path / ".ranks.7.0a1b2c3d.part").touch()
+    save(checkpoints, 1).rename(tmp_path / ".iter_0000001.part")
+    save(checkpoints, 2)
+    assert listing(tmp_path) == ["iter_0000002", "latest"]
+
+
+OTHERS = (".latest.part", ".latest.1.0a1b2c3.part", ".mine.1.0a1b2c3d.part", ".mine.part", ".mine.old", ".old", ".part")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "dangling link"])
+def test_what_is_not_of_a_save_stays(tmp_path: Path, ranks: Ranks, kind: str) -> None:
+    """Nor is a link followed, or anything of another type than Tridock's taken for its own."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    folder.mkdir()
+    names = [*OTHERS, *((".latest.1.0a1b2c3d.part",) if kind != "file" else ())]
+    names += [".iter_0000001.part", ".iter_0000001.old"] if kind != "folder" else []
+    for name in names:
+        put(folder / name, kind, elsewhere)
+    before = snapshot(folder)
+    checkpoints = Checkpoints(folder, ranks, TORCH)
+    assert snapshot(folder) == before
+    for iteration in (2, 3, 4):
+        save(checkpoints, iteration, keep=2)
+    assert sorted(set(listing(folder)) - set(names)) == ["iter_0000003", "iter_0000004", "latest"]
+    assert {name: what for name, what in snapshot(folder).items() if name in names} == before
+    assert listing(elsewhere) == ["kept"]
+
+
+def put(path: Path, kind: str, elsewhere: Path) -> None:
+    """Puts there something that Tridock has not made."""
+    if kind == "file":
+        path.write_text("somebody's own")
+    elif kind == "folder":
+        path.mkdir()
+        (path / "somebody's own").touch()
+    else:
+        path.symlink_to(elsewhere if kind == "link" else elsewhere / "none")
+
+
+def snapshot(folder: Path) -> dict[str, object]:
+    """What each name in a folder is."""
+    return {
+        it.name: it.readlink() if it.is_symlink() else sorted(it.rglob("*")) if it.is_dir() else it.read_bytes()
+        for it in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize(("name", "kind", "got"), [
+    (".iter_0000002.part", "file", "File exists"),
+    (".iter_0000002.part", "link", "File exists"),
+    (".iter_0000002.part", "dangling link", "File exists"),
+    ("iter_0000002", "file", "Not a directory"),
+    ("iter_0000002", "link", "Not a directory"),
+    ("iter_0000002", "dangling link", "Not a directory"),
+    ("latest", "folder", "Is a directory"),
+])  # fmt: skip
+def test_what_is_in_the_way_of_a_save_is_named(tmp_path: Path, ranks: Ranks, name: str, kind: str, got: str) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    checkpoints = Checkpoints(folder, ranks, TORCH)
+    save(checkpoints, 1)
+    if name == "latest":
+        (folder / name).unlink()
+    put(folder / name, kind, elsewhere)
+    with pytest.raises(AgreedError) as caught:
+        save(checkpoints, 2)
+    todo = "move it away or remove it; resume the last complete one with train.load"
+    assert str(caught.value) == f"{folder / name}: is in the way of iter_0000002; got {got}; {todo}"
+    assert listing(elsewhere) == []
+    (folder / name).rename(folder / "moved")
+    save(checkpoints, 3)
+    assert [one for one in listing(folder) if one.startswith(".")] == []
+    assert choose(checkpoints, folder)[0] == "iter_0000003"
+
+
+def test_a_linked_checkpoint_is_loaded_and_never_removed(tmp_path: Path, ranks: Ranks) -> None:
+    """It was moved to another disk."""
+    folder, other_disk = tmp_path / "checkpoints", tmp_path / "other disk"
+    checkpoints = Checkpoints(folder, ranks, TORCH)
+    save(checkpoints, 1).rename(other_disk)
+    (folder / "iter_0000001").symlink_to(other_disk)
+    assert choose(checkpoints, folder) == ("iter_0000001", {})
+    for iteration in (2, 3):
+        save(checkpoints, iteration, keep=1)
+    assert listing(folder) == ["iter_0000001", "iter_0000003", "latest"]
+    assert is_complete(other_disk)
+
+
+def test_a_checkpoint_that_was_replaced_is_not_lost_for_a_file_of_its_name(tmp_path: Path, ranks: Ranks) -> None:
+    whole = save(Checkpoints(tmp_path, ranks, TORCH), 1)
+    whole.rename(tmp_path / ".iter_0000001.old")
+    whole.touch()
+    Checkpoints(tmp_path, ranks, TORCH)
+    assert is_complete(tmp_path / ".iter_0000001.old")
+    whole.unlink()
+    Checkpoints(tmp_path, ranks, TORCH)
+    assert is_complete(whole)
 
 
 def test_a_checkpoint_is_replaced_by_another_of_its_name(tmp_path: Path, ranks: Ranks) -> None:
@@ -327,7 +358,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, ranks: Ranks, error
     checkpoints = Checkpoints(tmp_path, ranks, TORCH)
     save(checkpoints, 1)
 
-    def prepare(folder: Path, _shared: bool, _background: object) -> Write:
+    def prepare(folder: Path, _leaders: Sequence[int], _background: object) -> Write:
         def write() -> None:
             (folder / "model.pt").write_bytes(b"half")
             raise error

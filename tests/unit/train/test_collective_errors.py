@@ -28,7 +28,7 @@ NO_ROUTE = f"""\
 {IN} unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.6
 ncclSystemError: {SYSTEM}.
 Last error:
-socketStartConnect: Connect to 192.168.19.14<52822> failed : No route to host"""
+socketStartConnect: Connect to 198.51.100.14<52822> failed : No route to host"""
 SHARED_MEMORY = f"""\
 {IN} unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5
 ncclSystemError: {SYSTEM}.
@@ -43,7 +43,7 @@ GONE = f"""\
 {IN} remote process exited or there was a network error, NCCL version 2.21.5
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 Last error:
-socketProgressOpt: Call to recv from 172.16.0.3<33759> failed : Connection reset by peer"""
+socketProgressOpt: Call to recv from 203.0.113.3<33759> failed : Connection reset by peer"""
 REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely"
 WATCHDOG = """\
 [rank3]:[E602 11:18:47.489301002 ProcessGroupNCCL.cpp:629] [Rank 3] Watchdog caught collective operation timeout: \
@@ -75,7 +75,7 @@ terminated with exception: [Rank 3] Watchdog caught collective operation timeout
         (
             NO_ROUTE,
             Cause.NCCL_FAILED,
-            "socketStartConnect: Connect to 192.168.19.14<52822> failed : No route to host "
+            "socketStartConnect: Connect to 198.51.100.14<52822> failed : No route to host "
             f"(ncclSystemError: {SYSTEM})",
             "nccl-cannot-connect",
         ),
@@ -90,7 +90,7 @@ terminated with exception: [Rank 3] Watchdog caught collective operation timeout
         (
             GONE,
             Cause.PEER_LOST,
-            f"socketProgressOpt: Call to recv from 172.16.0.3<33759> failed : Connection reset by peer ({REMOTE})",
+            f"socketProgressOpt: Call to recv from 203.0.113.3<33759> failed : Connection reset by peer ({REMOTE})",
             "peer-lost",
         ),
     ],
@@ -131,14 +131,14 @@ def test_a_watchdog_that_ends_the_rank_is_a_timeout_and_the_flight_recorders_nam
     ("text", "got"),
     [
         (
-            "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:41869: Connection "
+            "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [192.0.2.2]:41869: Connection "
             "reset by peer. This is typically caused by a remote worker hanging or bugs in the application.",
-            "Read error [10.0.0.2]:41869: Connection reset by peer",
+            "Read error [192.0.2.2]:41869: Connection reset by peer",
         ),
         (
-            "[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:30611. This is typically caused "
+            "[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [192.0.2.2]:30611. This is typically caused "
             "by a remote worker crashing.",
-            "Connection closed by peer [10.0.0.2]:30611",
+            "Connection closed by peer [192.0.2.2]:30611",
         ),
         ("NCCL error: remote process exited or there was a network error", None),
     ],

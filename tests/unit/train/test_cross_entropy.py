@@ -18,11 +18,11 @@ def sample(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, torch.randint(50, (2, 9), generator=generator)
 
 
-def both(logits: Tensor, labels: Tensor, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+def both(logits: Tensor, labels: Tensor, scale: float, *, compiled: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """Loss and gradient: ours and torch's, of the logits in fp32."""
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
     # Its gradient takes the place of the logits: those of a leaf may not be overwritten.
-    mine = cross_entropy(ours * 1, labels)
+    mine = cross_entropy(ours * 1, labels, compiled=compiled)
     other = functional.cross_entropy(theirs.float().flatten(0, 1), labels.flatten())
     (mine * scale).backward()
     (other * scale).backward()
@@ -36,7 +36,15 @@ def test_loss_and_gradient_are_torchs(precision: str, rows: int, monkeypatch: py
     ours, theirs = both(*sample(DTYPES[precision]), scale=512.0)
     assert ours[0].dtype == torch.float32
     assert ours[1].dtype == DTYPES[precision]
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_compiled_loss_and_gradient_are_torchs(precision: str) -> None:
+    ours, theirs = both(*sample(DTYPES[precision]), scale=512.0, compiled=True)
+    assert ours[1].dtype == DTYPES[precision]
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(ours[1], theirs[1])
 
 

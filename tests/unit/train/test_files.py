@@ -9,22 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tridock.contracts.checkpoint_files import Entry, Manifest, damage, is_complete, read_manifest
+from tridock.contracts.checkpoints import MANIFEST
 from tridock.errors import Problem
-from tridock.train.checkpoints.files import (
-    DEEPSPEED,
-    MANIFEST,
-    MEGATRON,
-    TORCH,
-    Entry,
-    Names,
-    assign_to_ranks,
-    damage,
-    is_complete,
-    manifest_bytes,
-    read_manifest,
-    sizes_in,
-    to_remove,
-)
+from tridock.train.checkpoints.files import DEEPSPEED, MEGATRON, TORCH, Names, assign_to_ranks, sizes_in, to_remove
 
 ITERATIONS = st.integers(0, 40)
 TODO = "restore it, or continue from another checkpoint"
@@ -100,7 +88,7 @@ def make_whole(folder: Path) -> dict[str, Entry]:
     (folder / "tridock.json").write_text("{}")
     (folder / "mp_rank_00/model.pt").write_bytes(bytes(range(200)))
     entries = {name: Entry.of(folder / name, sync=True) for name in sizes_in(folder)}
-    (folder / MANIFEST).write_bytes(manifest_bytes(7, entries))
+    (folder / MANIFEST).write_bytes(Manifest(entries).to_bytes())
     return entries
 
 
@@ -108,17 +96,32 @@ def found(folder: Path, *, read: bool = True) -> list[str]:
     manifest = read_manifest(folder)
     if isinstance(manifest, Problem):
         return [str(manifest)]
-    return [str(problem) for problem in damage(folder, manifest, manifest, read=read)]
+    return [str(problem) for problem in damage(folder, manifest.here, manifest.here, read=read)]
 
 
 def test_a_whole_checkpoint(tmp_path: Path) -> None:
     entries = make_whole(tmp_path)
-    assert read_manifest(tmp_path) == entries
+    assert read_manifest(tmp_path) == Manifest(entries)
     assert sorted(entries) == ["mp_rank_00/model.pt", "tridock.json"]
     assert found(tmp_path) == []
     assert is_complete(tmp_path)
     (tmp_path / "notes.txt").write_text("of a user")
     assert is_complete(tmp_path)
+
+
+def test_what_other_nodes_have_is_listed_beside(tmp_path: Path) -> None:
+    entries = make_whole(tmp_path)
+    listed = Manifest(entries, {"__1_0.distcp": Entry(9, "ab")})
+    (tmp_path / MANIFEST).write_bytes(listed.to_bytes())
+    assert read_manifest(tmp_path) == listed
+    assert is_complete(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../model.pt", "a/../../b", ""])
+def test_names_outside_the_checkpoint_are_refused(tmp_path: Path, name: str) -> None:
+    for listed in (Manifest({name: Entry(0, "")}), Manifest({}, {name: Entry(0, "")})):
+        (tmp_path / MANIFEST).write_bytes(listed.to_bytes())
+        assert found(tmp_path) == [f"{tmp_path}/{MANIFEST}: does not list the checkpoint's files; {TODO}"]
 
 
 def flip(path: Path) -> None:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from tests.unit.train.pretended_gpu import REASON
 from tests.unit.train.test_on_a_gpu import on_gpu
 from tests.unit.train.tracked import KERNELS, Layout
-from tridock.engines.torch.engine import Torch
+from tridock.engines.torch.cost_model import TorchCostModel
+from tridock.layout.shape import LayoutShape
 
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON)]
 
@@ -41,5 +42,6 @@ def test_copies_of_weights_and_gradients(steps: int) -> None:
         on.resumed, copied = None, Copied()
         with copied:
             on.strategy.step(layout.batches(), 0.1)
-    weights = Torch().parameters(layout.experiment, 0).total
-    assert copied.bytes == pytest.approx(steps * weights * Torch().summed_bytes(layout.experiment), rel=0.001)
+    weights = TorchCostModel().parameters(layout.experiment, 0).total
+    moved = TorchCostModel().summed_bytes(layout.experiment, LayoutShape(8, steps, 8))
+    assert copied.bytes == pytest.approx(steps * weights * moved, rel=0.001)

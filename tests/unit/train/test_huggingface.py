@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.exact_logits import exact_logits
 from tests.experiments import with_fields
+from tridock.contracts.checkpoint_files import Entry, Manifest
+from tridock.contracts.tokenizers import sha256s_in
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
+from tridock.engines.progress import PROGRESS, Progress
 from tridock.errors import RequestError, RunError
 from tridock.experiment import dump_experiment
-from tridock.experiment.families import config_of, family_of, model_fields
+from tridock.experiment.families import family_of
 from tridock.experiment.model import Model
-from tridock.train.checkpoints.files import Entry, manifest_bytes
-from tridock.train.checkpoints.progress import PROGRESS, Progress
+from tridock.experiment.transformers_config import config_of, model_fields
 from tridock.train.huggingface import export as export_program
 from tridock.train.huggingface.export import export
-from tridock.train.huggingface.generate import built, sampled
-from tridock.train.huggingface.saved import Saved
+from tridock.train.huggingface.saved import Saved, _gpt2_files
 from tridock.train.huggingface.weights import Pretrained, exported, names_of
 from tridock.train.models.gpt import GPT, Shape
-from tridock.train.rank.process_group import Ranks
 
 TOKENS = 50
 GPT2: dict[str, Any] = {
@@ -40,9 +42,28 @@ KINDS = {
     "gpt2": GPT2,
     "gpt2-exact-gelu": {**GPT2, "activation_func": "gelu"},
     "llama": {**LLAMA, "use_rope_scaling": True, "rope_scaling_factor": 32.0},
+    "llama-linear": {**LLAMA, "use_rope_scaling": True, "rope_scaling_type": "linear", "rope_scaling_factor": 2.5},
+    "llama-yarn": {
+        **LLAMA,
+        "use_rope_scaling": True,
+        "rope_scaling_type": "yarn",
+        "original_max_position_embeddings": 8,
+    },
+    "llama-biases": {**LLAMA, "add_attention_bias": True},
     "llama-untied": {**LLAMA, **UNTIED, "kv_channels": 16},
     "qwen2": {**LLAMA, "add_qkv_bias": True},
     "qwen3": {**LLAMA, **UNTIED, "qk_layernorm": True, "kv_channels": 12},
+    "olmo2": {**LLAMA, **UNTIED, "qk_layernorm": True, "qk_layernorm_all_heads": True, "use_post_norm": True},
+    "granite": {
+        **LLAMA,
+        **UNTIED,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 0.5,
+    },
+    "granite-without-its-scores": {**LLAMA, "residual_multiplier": 0.5},
+    "smollm3": {**LLAMA, "no_rope_freq": 2},
     "mixtral": {**LLAMA, **UNTIED, "num_moe_experts": 4},
     "qwen2-moe": {
         **LLAMA,
@@ -53,6 +74,15 @@ KINDS = {
         "moe_router_pre_softmax": True,
         "moe_shared_expert_intermediate_size": 40,
         "moe_shared_expert_gate": True,
+    },
+    "mixtral-of-one": {**LLAMA, **UNTIED, "num_moe_experts": 4, "moe_router_topk": 1},
+    "qwen3-moe-of-one": {
+        **LLAMA,
+        **UNTIED,
+        "qk_layernorm": True,
+        "num_moe_experts": 4,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
     },
     "qwen3-moe": {
         **LLAMA,
@@ -86,36 +116,13 @@ def written(gpt: GPT, folder: Path, rows: int = TOKENS) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("gpt", ["gpt2", "qwen3", "mixtral"], indirect=True)
-def test_text_is_the_one_of_transformers(gpt: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(2)
-    tokenizer = BytePairTokenizer.train(["a line of text\n" * 20, "another text\n"], vocab_size=280)
-    wide = GPT(Shape.of(gpt.shape.model.model_copy(update={"vocab_size": 280}), 280)).eval()
-    folder = written(wide, tmp_path, 280)
-    tokenizer.save(folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = tokenizer.encode("another text")
-    with torch.no_grad():
-        wanted = theirs.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=6,
-            do_sample=False,
-            eos_token_id=tokenizer.end_of_text,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-    saved = Saved.open(folder)
-    found = sampled(built(saved, torch.device("cpu")), saved.tokens, prompt, 0.0, 0, 279)
-    assert [next(found) for _ in wanted] == wanted
-
-
-def experiment(**model: Any) -> Any:
+def experiment(load: str | None = None, **model: Any) -> Any:
     base = {
         "name": "x",
         "model": model,
         "batch": {"micro_batch_size": 1},
         "data": {"data_path": "x"},
-        "train": {"train_iters": 1},
+        "train": {"train_iters": 1, "load": load},
     }
     return with_fields(base, {})
 
@@ -125,7 +132,7 @@ def test_transformers_has_the_same_logits(gpt: GPT, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(written(gpt, tmp_path), dtype=torch.float32)
     tokens = torch.randint(TOKENS, (2, 16))
     with torch.no_grad():
-        wanted, found = theirs(tokens).logits, gpt(tokens)[..., :TOKENS]
+        found, wanted = gpt(tokens)[..., :TOKENS].double(), exact_logits(theirs, tokens)
     assert found.std() > 0.5
     assert torch.allclose(found, wanted, atol=1e-5, rtol=0)
     config = json.loads(theirs.config.to_json_string())
@@ -151,11 +158,11 @@ def test_every_difference_from_the_experiment_is_named(tmp_path: Path) -> None:
         Pretrained.of(folder, experiment(**{**LLAMA, "num_query_groups": 4, "rotary_base": 10000}), 60)
     assert [str(problem) for problem in error.value.problems] == [
         f"model.num_query_groups: the model in {folder} has 2; got 4; set it to 2",
-        f"model.rotary_base: the model in {folder} has 500000; got 10000; set it to 500000",
+        f"model.rotary_base: the model in {folder} has 500000.0; got 10000.0; set it to 500000.0",
         f"model.vocab_size: the model in {folder} has 50; got 60; set it to 50",
     ]
     experts = {"untie_embeddings_and_output_weights": True, "num_moe_experts": 4}
-    with pytest.raises(RequestError, match=r"model.num_moe_experts: the model in .* has None; got 4; set it to null"):
+    with pytest.raises(RequestError, match=r"model.num_moe_experts: the model in .* has null; got 4; set it to null"):
         Pretrained.of(folder, experiment(**LLAMA, **experts), TOKENS)
     Pretrained.of(folder, experiment(**{**LLAMA, "seq_length": 8}), TOKENS)  # shorter samples need no table
 
@@ -165,8 +172,9 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         model_fields({"architectures": ["MambaForCausalLM"]}, "m/config.json")
     assert str(error.value) == (
         "m/config.json: is of an architecture that is not supported; got MambaForCausalLM;"
-        " use one of GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
-        " MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM"
+        " use one of GPT2LMHeadModel, LlamaForCausalLM, GraniteForCausalLM, MistralForCausalLM, Olmo2ForCausalLM,"
+        " Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, MixtralForCausalLM,"
+        " Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, or train it with your own program (tridock run)"
     )
     with pytest.raises(RequestError, match=r"^model.rotary_percent: has no counterpart in transformers; got 0.5; "):
         family_of(Model.model_validate({**LLAMA, "rotary_percent": 0.5}))
@@ -176,26 +184,26 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     ):
         family_of(Model.model_validate({**LLAMA, "untie_embeddings_and_output_weights": True, **shared}))
     config = config_of(Model.model_validate(LLAMA), TOKENS, "float32", None)
-    with pytest.raises(RequestError, match=r"^c: hidden_act: is not supported; got relu; use a model that has silu$"):
-        model_fields({**config, "hidden_act": "relu"}, "c")
     with pytest.raises(
-        RequestError, match=r"config.json: cannot be read; got No such file or directory; name a folder"
+        RequestError, match=r'^c: hidden_act: is not supported; got "relu"; use a model that has "silu"$'
     ):
+        model_fields({**config, "hidden_act": "relu"}, "c")
+    with pytest.raises(RequestError, match=r": holds no config.json; name a folder"):
         Pretrained.of(tmp_path, experiment(**LLAMA), TOKENS)
 
 
-def run_of(folder: Path, gpt: GPT) -> Path:
+def run_of(folder: Path, gpt: GPT, load: str | None = None) -> Path:
     """A run of engine torch that has saved these weights."""
     run = folder / "runs" / "r"
     checkpoint = run / "checkpoints" / "iter_0000003"
     checkpoint.mkdir(parents=True)
     fields = {**gpt.shape.model.model_dump(exclude_unset=True), "vocab_size": TOKENS}
-    given = experiment(**fields)
+    given = experiment(load, **fields)
     (run / "experiment.yaml").write_text(dump_experiment(given))
     torch.save({"model": gpt.state_dict()}, checkpoint / "ddp.pt")
-    (checkpoint / PROGRESS).write_bytes(Progress.of(given, Ranks(0, 0, 1, torch.device("cpu")), TOKENS, 64).to_bytes())
+    (checkpoint / PROGRESS).write_bytes(Progress.of(given, 1, TOKENS).to_bytes())
     entries = {file.name: Entry.of(file) for file in checkpoint.iterdir()}
-    (checkpoint / "files.json").write_bytes(manifest_bytes(3, entries))
+    (checkpoint / "files.json").write_bytes(Manifest(entries).to_bytes())
     return run
 
 
@@ -209,6 +217,117 @@ def test_an_export_says_how_far_it_is_unless_quiet(
     assert re.fullmatch(r"export: ([\d,]+) of \1 parameters after \d+ s", last)
     export(run, tmp_path / "b", quiet=True)
     assert capsys.readouterr().err == ""
+
+
+def test_an_export_has_the_tokenizer_that_its_data_were_made_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the checkpoint says, whatever data lie there now; another one that is named gives a warning."""
+    run = run_of(tmp_path, GPT(Shape.of(Model.model_validate(LLAMA), TOKENS)))
+    progress = run / "checkpoints" / "iter_0000003" / PROGRESS
+    made, other = (BytePairTokenizer.train([text], vocab_size=270) for text in ("a line", "another text"))
+    made.save(tmp_path / "tokenizer")  # beside the data, whose path is x
+    other.save(tmp_path / "other")
+    content = json.dumps(json.loads(progress.read_text()) | {"tokenizer_sha256": made.sha256}).encode()
+    progress.write_bytes(content)
+    entries = {file.name: Entry.of(file) for file in progress.parent.iterdir() if file.name != "files.json"}
+    (progress.parent / "files.json").write_bytes(Manifest(entries).to_bytes())
+    export(run, tmp_path / "a", quiet=True)
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == (tmp_path / "tokenizer/tokenizer.json").read_text()
+    assert capsys.readouterr().err == ""
+    (tmp_path / "other" / "special_tokens_map.json").write_text('{"eos_token": "!"}')
+    export(run, tmp_path / "b", tokenizer=tmp_path / "other", quiet=True)
+    assert json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())["eos_token"] == "!"
+    assert capsys.readouterr().err == (
+        f"warning: --tokenizer: is not the tokenizer that made the data, whose sha256 is {made.sha256}; got "
+        f"{tmp_path / 'other'} with {sha256s_in(tmp_path / 'other')[0]}; "
+        "leave the option out, if ids mean something else there\n"
+    )
+
+
+def test_a_fetched_run_has_its_checkpoint_and_vocabulary_in_its_own_folder(tmp_path: Path) -> None:
+    """Wherever the experiment says that they are on the hosts."""
+    gpt = GPT(Shape.of(Model.model_validate(LLAMA), TOKENS))
+    run = run_of(tmp_path, gpt)
+    fields = {**gpt.shape.model.model_dump(exclude_unset=True), "vocab_size": TOKENS}
+    names = {"data.vocab_file": "gpt2/v.json", "data.merge_file": "gpt2/m.txt"}
+    dumped = experiment(**fields).model_dump(exclude_unset=True)
+    elsewhere = with_fields(dumped, {"train.checkpoint_folder": "/mnt/ckpt", **names})
+    (run / "experiment.yaml").write_text(dump_experiment(elsewhere))
+    assert Saved.open(run).description.startswith(f"{run}/checkpoints/iter_0000003, ")
+    fetched = run / "tokenizer"
+    assert _gpt2_files(elsewhere, tmp_path, fetched) == (fetched / "v.json", fetched / "m.txt")
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2/v.json").touch()
+    assert _gpt2_files(elsewhere, tmp_path, fetched) == (tmp_path / "gpt2/v.json", fetched / "m.txt")
+
+
+def test_an_export_from_scratch_says_what_its_tokenizer_says(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = run_of(tmp_path, GPT(Shape.of(Model.model_validate({**LLAMA, **UNTIED}), TOKENS)))
+    BytePairTokenizer.train(["a line"], vocab_size=270).save(tmp_path / "t")  # <|endoftext|> is token 0
+    added = [{"id": 1, "content": "!", "special": True}, {"id": 2, "content": '"', "special": True}]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    (tmp_path / "t/generation_config.json").write_text('{"eos_token_id": 9, "temperature": 0.1}')  # of another model
+    for number, (declared, begin, end) in enumerate(
+        [(None, 0, 0), ({"eos_token": "!"}, None, 1), ({"bos_token": "!", "eos_token": '"'}, 1, 2)]
+    ):
+        if declared is not None:
+            text = json.loads((tmp_path / "t/tokenizer.json").read_text())
+            text["added_tokens"] = [*text["added_tokens"][:1], *({**it, **flags} for it in added)]
+            (tmp_path / "t/tokenizer.json").write_text(json.dumps(text))
+            (tmp_path / "t/special_tokens_map.json").write_text(json.dumps(declared))
+        output = tmp_path / f"out{number}"
+        export(run, output, tokenizer=tmp_path / "t", dtype="bfloat16", quiet=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(output)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+        wanted = (begin, end)
+        assert (model.config.bos_token_id, model.config.eos_token_id) == wanted
+        assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == wanted
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == wanted
+        assert model.generation_config.temperature is None
+        assert model.dtype == torch.bfloat16
+        assert model.config.tie_word_embeddings is False
+
+
+def test_an_export_of_a_fine_tuned_model_generates_as_that_one_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its folder where the run found it, or only with what fetch brought of it."""
+    transformers = pytest.importorskip("transformers")
+    gpt = GPT(Shape.of(Model.model_validate({**LLAMA, **UNTIED}), TOKENS))
+    run, origin, output = run_of(tmp_path, gpt, "hf:models/m"), tmp_path / "models/m", tmp_path / "out"
+    origin.mkdir(parents=True)
+    BytePairTokenizer.train(["a line"], vocab_size=270).save(origin)
+    config = json.loads((written(gpt, origin) / "config.json").read_text())
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4}
+    (origin / "config.json").write_text(json.dumps(config | ids))
+    generates = {"bos_token_id": 1, "eos_token_id": [2, 3, 5], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    (origin / "generation_config.json").write_text(json.dumps(generates))
+    (origin / "chat_template.jinja").write_text("{% for it in messages %}<{{ it.content }}>{% endfor %}")
+    (origin / "additional_chat_templates").mkdir()
+    (origin / "additional_chat_templates/tools.jinja").write_text("x")
+    for there in (origin, run / "tokenizer"):
+        export(run, output, quiet=True)
+        assert capsys.readouterr().out.count("no tokenizer") == 0
+        found = json.loads((output / "config.json").read_text())
+        assert {name: found[name] for name in ids} == ids
+        assert json.loads((output / "generation_config.json").read_text()) == generates
+        model = transformers.AutoModelForCausalLM.from_pretrained(output)
+        assert model.generation_config.eos_token_id == [2, 3, 5]
+        own, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (output, there))
+        assert own.chat_template == theirs.chat_template
+        assert own.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<a>"
+        assert own.get_chat_template("tools") == "x"
+        assert [file.name for file in (output / "additional_chat_templates").iterdir()] == ["tools.jinja"]
+        shutil.rmtree(output)
+        if there == origin:
+            origin.rename(run / "tokenizer")
+    (run / "tokenizer/generation_config.json").unlink()  # older folders have it in config.json
+    (run / "tokenizer/config.json").write_text(json.dumps(config | generates | {"pad_token_id": 4}))
+    export(run, output, quiet=True)
+    assert json.loads((output / "generation_config.json").read_text()) == generates | {"pad_token_id": 4}
+    assert transformers.GenerationConfig.from_pretrained(output).eos_token_id == [2, 3, 5]
 
 
 def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,46 +358,3 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     (run / "checkpoints/iter_0000003/ddp.pt").write_bytes(b"x")
     with pytest.raises(RequestError, match=r"ddp.pt: is cut short"):
         export(run, tmp_path / "other")
-
-
-SCALING = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
-        "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
-        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-        "rope_scaling": {**SCALING, "original_max_position_embeddings": 8192}, "rope_theta": 500000.0,
-        "tie_word_embeddings": True, "vocab_size": 128256,
-    },
-    "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
-        "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "num_attention_heads": 16,
-        "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "smollm2-135m": {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 576,
-        "intermediate_size": 1536, "max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30,
-        "num_key_value_heads": 3, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100000,
-        "tie_word_embeddings": True, "vocab_size": 49152,
-    },
-    "mixtral-8x7b": {
-        "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
-        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
-        "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
-    },
-}  # fmt: skip
-"""config.json on Hugging Face, what says something of the model."""
-
-
-@pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_preset_is_the_published_model(preset: str) -> None:
-    theirs = Model.model_validate({"seq_length": 8, **model_fields(PUBLISHED[preset], "config.json")})
-    own = Model.model_validate({"preset": preset, "seq_length": 8, "kv_channels": theirs.kv_channels})
-    other = {"preset": None, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    if own.num_moe_experts:
-        assert (own.expert_size, own.moe_aux_loss_coeff) == (14336, PUBLISHED[preset]["router_aux_loss_coef"])
-        other |= {"ffn_hidden_size": None, "moe_ffn_hidden_size": 14336, "moe_aux_loss_coeff": 0.0}
-    assert own.model_copy(update=other) == theirs

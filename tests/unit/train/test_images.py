@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests.unit.experiment.test_resnet import experiment
+from tridock.contracts.images import ImageArrays, read_arrays
 from tridock.errors import RequestError
+from tridock.experiment.inputs import image_problems
 from tridock.train.data.images import ImageSamples, load_images
 from tridock.train.models.resnet import ResNet
 
@@ -85,6 +87,21 @@ def test_arrays_of_another_kind(tmp_path: Path, images: Any, labels: Any, said: 
     with pytest.raises(RequestError) as caught:
         loaded(saved(tmp_path, images, labels))
     assert str(caught.value) == said.format(tmp_path / "data/x")
+    arrays = read_arrays(tmp_path / "data/x")  # as a node reads them before a launch
+    assert [*map(str, image_problems(experiment(**SMALL), f"{tmp_path}/data/x", arrays))] == [str(caught.value)]
+
+
+def test_a_node_reads_what_numpy_wrote(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert read_arrays(tmp_path / "data/x") == ImageArrays(("|u1", (30, 3, 2, 3)), ("<i8", (30,)), (0, 4))
+    np.lib.format.write_array((tmp_path / "data/x_labels.npy").open("wb"), np.array([7, -2]), version=(3, 0))
+    assert read_arrays(tmp_path / "data/x").label_range == (-2, 7)
+    np.save(tmp_path / "data/x_labels.npy", np.zeros(0, np.int64))
+    assert read_arrays(tmp_path / "data/x").label_range is None
+    for content in (b"", b"PK", b"\x93NUMPY\x01\x00\x05\x00{'a':", b"\x93NUMPY\x01\x00\x02\x00{}"):
+        (tmp_path / "data/x_images.npy").write_bytes(content)
+        with pytest.raises(RequestError, match=r"x_images\.npy: cannot be read as an array of numpy"):
+            read_arrays(tmp_path / "data/x")
 
 
 def test_arrays_that_are_not_there(tmp_path: Path) -> None:

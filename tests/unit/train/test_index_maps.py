@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tridock.train.megatron_lm.index_maps import remove_stale
+from tridock.train.megatron_lm.files import remove_stale
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.experiments import with_fields
-from tridock.engines.torch.engine import Torch
+from tridock.engines.torch.cost_model import TorchCostModel
 from tridock.experiment import Experiment
 from tridock.layout.compute_time import between_bytes
-from tridock.train.models.gpt import Layer
-from tridock.train.models.rotary import rotation
+from tridock.train.models.gpt import Layer, rotation
 
 _BASE: dict[str, Any] = {"name": "layer", "engine": "torch", "data": {"data_path": "data/x"}}
 _FIELDS: dict[str, Any] = {
@@ -85,7 +84,7 @@ def test_a_layer_moves_what_the_planner_counts(fields: dict[str, Any]) -> None:
     if "model.num_query_groups" in fields and TorchVersion(torch.__version__) < "2.7":
         pytest.skip("its fused kernel for CPUs takes no grouped queries")
     experiment = with_fields(_BASE, {**_FIELDS, **fields})
-    planned = between_bytes(experiment, Torch().sizes(experiment, "cuda"), fuses_rotation=False)
+    planned = between_bytes(experiment, TorchCostModel().sizes(experiment, "cuda"), fuses_rotation=False)
     counted = moved(experiment)
     assert counted == (pytest.approx(planned[0], rel=0.13), pytest.approx(planned[1], rel=0.13))
     assert sum(counted) == pytest.approx(sum(planned), rel=0.07)
@@ -103,7 +102,7 @@ def test_norms_without_a_kernel() -> None:
     experiment = with_fields(_BASE, fields)
     with mock.patch.object(torch.nn.functional, "rms_norm", rms_norm):
         counted = moved(experiment)
-    sizes = Torch().sizes(experiment, "cuda")
+    sizes = TorchCostModel().sizes(experiment, "cuda")
     planned = between_bytes(experiment, sizes, fuses_rotation=False, stepwise_norms=True)
     assert counted == (pytest.approx(planned[0], rel=0.13), pytest.approx(planned[1], rel=0.13))
     assert sum(planned) > 1.5 * sum(between_bytes(experiment, sizes, fuses_rotation=False))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tridock.experiment.schema import LossScale
-from tridock.train.parallel.loss_scale import LossScaler
+from tridock.train.parallel.update import LossScaler
 
 CPU = torch.device("cpu")
 

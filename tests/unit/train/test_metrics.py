@@ -18,8 +18,8 @@ def test_events_have_time_and_name(tmp_path: Path) -> None:
 
 
 def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
-    append_line(tmp_path / "a", {"a": float("inf"), "b": float("nan"), "c": 1.5, "d": 3})
-    assert (tmp_path / "a").read_text() == '{"a": null, "b": null, "c": 1.5, "d": 3}\n'
+    append_line(tmp_path / "a", {"a": float("inf"), "b": float("nan"), "c": 1.5, "d": 3, "e": {"f": float("nan")}})
+    assert (tmp_path / "a").read_text() == '{"a": null, "b": null, "c": 1.5, "d": 3, "e": {"f": null}}\n'
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:

@@ -23,17 +23,18 @@ from torch.utils import _pytree as pytree
 
 from tests.unit.train.experiments import experiment
 from tests.unit.train.pretended_gpu import GPU, REASON, LiveBytes, Transfers, pretended_gpu
-from tridock.engines import engine_of
+from tridock.engines import cost_model_of
 from tridock.engines.deepspeed import deepspeed_config
+from tridock.engines.progress import Progress
+from tridock.engines.torch.fsdp import is_sharded
 from tridock.experiment import Experiment
-from tridock.layout.shape import Shape as PlanShape
+from tridock.layout.shape import LayoutShape
 from tridock.train import trainer as trainer_module
-from tridock.train.checkpoints.progress import Progress
 from tridock.train.checkpoints.snapshot import tensor_on_host
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.parallel import mesh_strategy, strategies
 from tridock.train.parallel.mesh import Mesh
-from tridock.train.parallel.strategies import DTYPES, Strategy, is_sharded
+from tridock.train.parallel.strategies import DTYPES, Strategy
 from tridock.train.rank import signals
 from tridock.train.rank.process_group import Ranks
 from tridock.train.trainer import Parts, Trainer
@@ -175,7 +176,7 @@ def test_a_run_is_saved_and_resumed_without_waiting_for_the_gpu(name: str, tmp_p
             mock.patch.object(dcp, "save", lambda state, **_: written.append(state)),
             Transfers() as copies,
         ):
-            write = strategy.save(tmp_path, True, mock.sentinel.group)
+            write = strategy.save(tmp_path, [0] * 8, mock.sentinel.group)
             made = copies.all()
             write()
         saved = pytree.tree_leaves(written)
@@ -257,7 +258,7 @@ def test_zero_is_saved_and_resumed(stage: int, tmp_path: Path) -> None:
         assert {device for device, *_ in before} == {GPU}
 
         with mock.patch.object(torch, "save", written):
-            strategy.save(tmp_path / "iter_0000002", True, None)()
+            strategy.save(tmp_path / "iter_0000002", [0] * 8, None)()
         assert {file.name for file in files} == set(strategy.files(0, case.world_size))
         assert {it.device.type for it in pytree.tree_leaves(list(files.values())) if isinstance(it, Tensor)} == {"cpu"}
 
@@ -291,9 +292,9 @@ def test_offloaded_states_are_in_the_hosts_memory(stage: int, parts: tuple[str, 
         made = dict(live.live)
         run.strategy.step(run.batches(), 0.1)  # DeepSpeed finds an overflow, as a value read on the host is 1
         stepped = dict(live.live)
-    engine, shape = engine_of(run.experiment), PlanShape(data=2, accumulation=2, slots=2)
-    weights = engine.parameters(run.experiment, 0)
-    plan = engine.states(run.experiment, weights, shape, "cuda")
+    costs, shape = cost_model_of(run.experiment), LayoutShape(data=2, accumulation=2, slots=2)
+    weights = costs.parameters(run.experiment, 0)
+    plan = costs.states(run.experiment, weights, shape, "cuda")
     # Adam's moments come with the first update.
     host = plan.offloaded + plan.host_buffers - 8 * -(-weights.total // 2)
     largest = 2 * 128 * 4 * 128
@@ -322,7 +323,7 @@ def test_an_iteration_copies_its_batches_and_one_flag(tmp_path: Path) -> None:
     with on_gpu(CASES["ddp"]) as run:
 
         def build(*_: Any) -> Parts:
-            progress = Progress.of(run.experiment, run.ranks, 96, 128)
+            progress = Progress.of(run.experiment, run.ranks.world_size, 96)
             splits: Any = {"train": Read()}
             return Parts(splits, run.strategy, progress, 1, "", 0, 2, lambda _: None)
 

@@ -75,13 +75,13 @@ def test_an_error_comes_with_its_batch() -> None:
 def test_ctrl_c_does_not_wait_for_what_is_read() -> None:
     """The main thread waits where a signal reaches it."""
     released = threading.Event()
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
 
     def read(samples: Samples, first: int) -> Iterator[NDArray[Any]]:
+        timer.start()
         released.wait(PATIENCE)
         yield np.zeros((1, 1))
 
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             Prefetcher(read, CPU).get(TRAIN, 0, None)

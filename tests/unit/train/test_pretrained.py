@@ -25,11 +25,10 @@ from tests.unit.train.pretrained_models import (
     refusal,
 )
 from tests.unit.train.test_huggingface import GPT2, KINDS, LLAMA, TOKENS, UNTIED
-from tridock.contracts.pretrained import NAMES
-from tridock.contracts.safe_pickles import DEEPSPEED_CLASSES, MEGATRON_CLASSES, foreign_class
+from tridock.contracts.pretrained import DEEPSPEED_CLASSES, MEGATRON_CLASSES, NAMES, foreign_class
 from tridock.errors import RequestError
-from tridock.experiment.families import config_of
 from tridock.experiment.model import Model
+from tridock.experiment.transformers_config import config_of
 from tridock.node.probes.pretrained import format_of, stored_weights
 from tridock.node.probes.torch_files import read_shapes
 from tridock.train.checkpoints.pickles import megatron_classes
@@ -58,12 +57,13 @@ def zero_checkpoint(
     if not any(name.endswith("lm_head.weight") for name in weights):
         table, *_ = (name for name in weights if name.endswith(("wte.weight", "embed_tokens.weight")))
         module["lm_head.weight"], shared = module[table], {"lm_head.weight": table}
+    buffer, values = buffer_of(weights)
     for rank in range(ranks):
         parts = {name: part(it, rank, ranks) for name, it in weights.items()}
         kept = {name: (parts if stage == 3 else weights)[name] for name in frozen}
         state = {
             "module": {name: torch.empty(0) for name in module} if stage == 3 else module,
-            "buffer_names": ["rotary.inv_freq"],
+            "buffer_names": [buffer],
             "param_shapes": [{name: it.shape for name, it in group.items()} for group in groups] if stage else None,
             "frozen_param_shapes": {name: weights[name].shape for name in frozen} if stage > 1 else None,
             "frozen_param_fragments": kept if stage > 1 else None,
@@ -71,7 +71,7 @@ def zero_checkpoint(
             "ds_version": "0.19.8",
             **more,
         }
-        state["module"] |= {"rotary.inv_freq": torch.ones(3)}
+        state["module"] |= {buffer: values}
         if rank == 0 or stage == 3:
             prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
             torch.save(state, checkpoint / f"{prefix}mp_rank_00_model_states.pt")
@@ -83,6 +83,16 @@ def zero_checkpoint(
             file = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": optimizer}, checkpoint / file)
     return folder
+
+
+def buffer_of(weights: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+    """A buffer that transformers before 4.32 saved: a table of rotations, or a causal mask."""
+    for name, weight in weights.items():
+        if name.endswith(".0.self_attn.q_proj.weight"):
+            return name.replace("q_proj.weight", "rotary_emb.inv_freq"), torch.ones(len(weight) // 4 // 2)
+        if name.endswith(".0.attn.c_attn.weight") or name == "h.0.attn.c_attn.weight":
+            return name.replace("c_attn.weight", "bias"), torch.ones(16, 16).tril().view(1, 1, 16, 16).bool()
+    raise AssertionError(f"no attention in {[*weights]}")
 
 
 def flat_of(group: Mapping[str, Tensor], stage: int, rank: int, ranks: int) -> Tensor:
@@ -190,7 +200,8 @@ def test_weights_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
     wanted = {
         "a": "train.load: global_step7 holds weights that the experiment's model lacks; got"
         f" model.layers.0.self_attn.q_proj.lora_A.weight; {TODO}",
-        "b": f"train.load: global_step7 lacks weights of the experiment's model; got model.norm.weight; {TODO}",
+        "b": f"train.load: global_step7 lacks weights of the experiment's model; got model.norm.weight; {TODO}\n"
+        f"train.load: global_step7 holds weights that the experiment's model lacks; got model.last.weight; {TODO}",
         "c": "train.load: model.layers.0.mlp.up_proj.weight in global_step7 has another shape than in the"
         f" experiment's model; got 32 x 48, not 48 x 32; {TODO}",
     }

@@ -334,7 +334,7 @@ def test_later_versions_llamas_are_read(
     if is_llama:
         other = {**fields, "rotary_base": 500000, "num_query_groups": 4}
         assert [str(it) for it in preflight(folder, other, "megatron")] == [
-            f"model.rotary_base: {have} 10000; got 500000; set it to 10000",
+            f"model.rotary_base: {have} 10000; got 500000.0; set it to 10000",
             f"model.num_query_groups: {have} 2; got 4; set it to 2",
         ]
 

@@ -22,7 +22,7 @@ END
 
 def run(tmp_path: Path, end: str) -> tuple[int, str, str]:
     program = PROGRAM.replace("END", end)
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert done.stderr == ""
     return done.returncode, done.stdout, (tmp_path / "logs/rank-3.log").read_text()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.experiment.test_resnet import experiment
-from tridock.engines import engine_of
+from tridock.engines import cost_model_of
 from tridock.layout.shape import total_bytes
 from tridock.train.models.resnet import ResNet
 
@@ -37,4 +37,6 @@ def test_what_is_kept_is_what_the_planner_counts(height: int, width: int, images
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast:
         loss = model(pixels, torch.zeros(images, dtype=torch.long))
     assert loss.requires_grad
-    assert sum(kept.values()) == pytest.approx(total_bytes(engine_of(of).activation_terms(of, 0, 1, "cpu")), rel=0.02)
+    assert sum(kept.values()) == pytest.approx(
+        total_bytes(cost_model_of(of).activation_terms(of, 0, 1, None)), rel=0.02
+    )

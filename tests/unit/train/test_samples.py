@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from tests.dataset_writer import IndexedDatasetWriter
 from tests.unit.train.experiments import experiment
+from tridock.contracts.data_index import split_bounds
 from tridock.data.dataset.manifest import DatasetManifest, write_manifest
 from tridock.errors import RequestError
-from tridock.train.data.dataset import Samples, load_splits, mixed_seed, shuffled, split_bounds
+from tridock.train.data.dataset import Samples, mixed_seed, shuffled
+from tridock.train.data.splits import load_splits
 
 
 def make_data(workspace: Path, documents: int = 100, length: int = 20, vocab_size: int = 500) -> None:
@@ -90,12 +92,6 @@ def test_documents_are_divided(documents: int, split: str, expected: tuple[int, 
     assert split_bounds(documents, split) == expected
 
 
-def test_a_split_of_nothing() -> None:
-    with pytest.raises(RequestError) as caught:
-        split_bounds(10, "0,0,0")
-    assert str(caught.value) == "data.split: has no share above zero; got '0,0,0'; write e.g. '949,50,1'"
-
-
 def test_splits_are_whole_documents(tmp_path: Path) -> None:
     make_data(tmp_path)
     make_manifest(tmp_path, 500)
@@ -109,7 +105,7 @@ def test_splits_are_whole_documents(tmp_path: Path) -> None:
 def test_the_vocabulary(tmp_path: Path) -> None:
     make_data(tmp_path)
     assert message(tmp_path) == (
-        "model.vocab_size: is left out, and x.json beside the data does not say it; "
+        "model.vocab_size: is left out, and data/x.json beside the data does not say it; "
         "add it, or make the data with `tridock data preprocess`, which writes it down"
     )
     assert load_splits(experiment(**{"model.vocab_size": 600}), tmp_path)["train"].vocab_size == 600
@@ -136,7 +132,7 @@ def test_a_manifest_of_other_data(tmp_path: Path) -> None:
     make_data(tmp_path)
     make_manifest(tmp_path, 500, tokens=1999)
     assert message(tmp_path) == (
-        f"{tmp_path}/data/x.json: belongs to other data: x.bin holds 2000 tokens; got 1999 tokens; "
+        "data/x.json: belongs to other data: the .bin holds 2000 tokens; got 1999 tokens; "
         "copy all three files again, or build them again with `tridock data preprocess`"
     )
 
@@ -147,7 +143,7 @@ def test_too_little_data(tmp_path: Path) -> None:
     todo = "give it a larger share, use more text, or shorten model.seq_length"
     assert message(tmp_path, **fields) == (
         f"data.split: leaves the train split less than one sample of 9 tokens; "
-        f"got 4 tokens in 1 of 3 documents of {tmp_path}/data/x; {todo}\n"
+        f"got 4 tokens in 1 of 3 documents of data/x; {todo}\n"
         f"data.split: leaves the valid split less than one sample of 9 tokens; "
-        f"got 0 tokens in 0 of 3 documents of {tmp_path}/data/x; {todo}"
+        f"got 0 tokens in 0 of 3 documents of data/x; {todo}"
     )

@@ -47,12 +47,19 @@ def saver(tmp_path: Path) -> Saver:
     return Saver(ALONE, tmp_path, Phases(ALONE.device), in_background=True)
 
 
-def test_training_continues_while_a_checkpoint_is_written_and_the_next_one_waits(tmp_path: Path, saver: Saver) -> None:
-    slow = Slow(tmp_path)
+def test_training_continues_while_a_checkpoint_is_written_and_the_next_one_waits(
+    tmp_path: Path, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, finish = Slow(tmp_path), saver.finish
+
+    def wait() -> None:
+        threading.Timer(0.05, slow.may_end.set).start()
+        finish()
+
     saver.save(slow.start, 10, is_last=False)  # returns although it is not written
     saver.check()
     assert events_of(tmp_path, Event.CHECKPOINT_SAVED) == []
-    threading.Timer(0.05, slow.may_end.set).start()
+    monkeypatch.setattr(saver, "finish", wait)
     saver.save(slow.start, 20, is_last=False)
     (waited,) = events_of(tmp_path, Event.CHECKPOINT_WAITED)
     assert (waited["iteration"], waited["previous"]) == (20, 10)
@@ -105,3 +112,29 @@ def test_another_failure_does_not_wait_for_ranks_that_may_have_gone(tmp_path: Pa
         raise ValueError("bug")
     assert named(tmp_path, Event.CHECKPOINT_SAVED) == []
     slow.may_end.set()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_every_checkpoint_is_copied_and_a_copy_that_fails_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], in_background: bool
+) -> None:
+    copied: list[Path] = []
+
+    def copy(folder: Path) -> bool:
+        copied.append(folder)
+        if len(copied) == 2:
+            raise FAILED
+        return len(copied) < 4  # then there is one file system
+
+    saver = Saver(ALONE, tmp_path, Phases(ALONE.device), in_background, copy)
+    slow = Slow(tmp_path)
+    slow.may_end.set()
+    for iteration in (10, 20, 30, 40):
+        saver.save(slow.start, iteration, is_last=iteration == 40)
+    assert copied == [tmp_path] * 4
+    assert named(tmp_path, Event.CHECKPOINT_SAVED) == [10, 20, 30, 40]
+    assert named(tmp_path, Event.CHECKPOINT_COPIED) == [10, 30]
+    (failed,) = events_of(tmp_path, Event.CHECKPOINT_FAILED)
+    assert (failed["iteration"], failed["copy"]) == (20, True)
+    said = "warning: iteration 20 has no second copy, and the run continues:\na: b; got c; d\n"
+    assert said in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """What a strategy refuses before it builds anything, and what it does not refuse."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from tests.unit.train.experiments import experiment
 from tridock.errors import RequestError, RunError
-from tridock.train.models.gpt import GPT, Shape
+from tridock.train.models.gpt import GPT, Shape, parameter_groups
 from tridock.train.parallel import pipeline
 from tridock.train.parallel.strategies import build_strategy
 from tridock.train.rank.process_group import Ranks, join, leave
@@ -43,6 +44,44 @@ def test_fp16_where_the_processor_has_none(alone: Ranks, tmp_path: Path, monkeyp
     )
     made = build_strategy(model(), experiment(**ZERO, precision="fp16"), alone, tmp_path)
     assert next(made.engine.parameters()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_ddp_on_one_rank_is_torchs_own_loop(alone: Ranks, tmp_path: Path, micro_batches: int, precision: str) -> None:
+    """Clipped, over micro-batches, with fp16's loss scale: the update is that of the mean gradient, each step anew."""
+    scale = {"precision": precision, **({"fp16.loss_scale": 256.0} if precision == "fp16" else {})}
+    still = {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0, "parallel.strategy": "ddp"}
+    given = experiment(**{"optimizer.clip_grad": 0.25, **still, "parallel.zero_stage": 0, **scale})
+    by = 256.0 if precision == "fp16" else 1.0
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        made = GPT(Shape.of(given.model, 96))
+    mine = build_strategy(made, given, alone, tmp_path)
+    theirs = copy.deepcopy(mine.module)
+    settings = given.optimizer
+    optimizer = torch.optim.AdamW(
+        parameter_groups(theirs, settings.weight_decay), lr=1e-2, eps=settings.adam_eps,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+    )  # fmt: skip
+    for seed in range(3):
+        torch.manual_seed(seed)
+        batches = [torch.randint(96, (2, given.model.seq_length + 1)) for _ in range(micro_batches)]
+        step = mine.step(batches, 1e-2)
+        optimizer.zero_grad()
+        for batch in batches:
+            with torch.autocast("cpu", torch.float16, enabled=precision == "fp16"):
+                loss = theirs(batch[:, :-1], batch[:, 1:])
+            (loss * by / micro_batches).backward()
+        for parameter in theirs.parameters():
+            parameter.grad.div_(by)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.25)
+        assert norm > 0.25
+        optimizer.step()
+        torch.testing.assert_close(step.grad_norm.float(), norm, rtol=1e-4, atol=0)
+    for ours, other in zip(mine.module.parameters(), theirs.parameters(), strict=True):
+        # Keys have no use for a bias: its gradient is rounding alone, which Adam makes as large as others.
+        torch.testing.assert_close(ours, other, rtol=0, atol=2e-3 if precision == "fp16" else 2e-5)
 
 
 def test_a_broken_deepspeed_config(alone: Ranks, tmp_path: Path) -> None:

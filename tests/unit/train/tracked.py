@@ -17,7 +17,7 @@ from tests.unit.train.pretended_gpu import GPU
 from tests.unit.train.test_on_a_gpu import Case
 from tridock.experiment import Experiment
 from tridock.gpus import GPUS
-from tridock.layout.shape import Shape
+from tridock.layout.shape import LayoutShape
 from tridock.plan.memory import memory_of_stage, tensor_bytes
 
 SAMPLES = 32
@@ -161,7 +161,7 @@ def second_peak(tracker: Any, step: Callable[[], object]) -> float:
 
 
 def planned(layout: Layout) -> float:
-    shape = Shape(layout.replicas, layout.micro_batches, 8)
+    shape = LayoutShape(layout.replicas, layout.micro_batches, 8)
     return tensor_bytes(memory_of_stage(layout.experiment, layout.stage, shape, GPUS["h100-80gb"]).terms)
 
 

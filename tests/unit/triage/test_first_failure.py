@@ -109,6 +109,16 @@ def test_a_node_that_ended_its_ranks_explains_the_launcher_s_end() -> None:
     assert str(found) == "b heard nothing from the head for 20 s"
 
 
+def test_a_rank_that_was_asked_to_end_is_not_first() -> None:
+    def died(rank: int, cause: str, reason: str) -> str:
+        return json.dumps({"event": "rank_died", "rank": rank, "node": "n", "cause": cause, "reason": reason}) + "\n"
+
+    asked, own = died(0, "rank_signalled", "was ended by SIGTERM"), died(2, "rank_exited", "exited with code 1")
+    program = json.dumps({"event": "node_failed", "node": "b", "cause": "program_failed", "reason": "failed"}) + "\n"
+    ranks = [first_failure(files, NODES) for files in ({"a": program + asked, "b": own}, {"a": program + asked})]
+    assert [found and found.rank for found in ranks] == [2, 0]
+
+
 def test_only_the_last_attempt_counts() -> None:
     head = seen("rank_died", 1, **DIED) + seen("run_restarted", 5, attempt=1, iteration=0, reason="x")
     assert first_failure({"a": head, "b": failed(2, 1)}, NODES) is None

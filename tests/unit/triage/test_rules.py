@@ -66,7 +66,7 @@ RECORDED = {
     ),
     "launcher-missing-program": launched("RuntimeError: launcher 'pdsh' not installed.\n"),
     "nccl-error": failed("DistBackendError('NCCL error in: x.cpp:1, ncclInternalError: Internal check failed.')"),
-    "nccl-cannot-connect": failed("Last error:\nConnect to 192.168.19.14<52822> failed : No route to host"),
+    "nccl-cannot-connect": failed("Last error:\nConnect to 198.51.100.14<52822> failed : No route to host"),
     "user-buffers": failed(
         "RuntimeError: /opt/transformer-engine/transformer_engine/pytorch/csrc/userbuffers/userbuffers-host.cpp:208 in "
         "function create_communicator_grouped2: CUDA Error: operation not supported"

@@ -15,7 +15,6 @@ An empty document has no sequence: it repeats an entry of the document index.
 """
 
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -23,13 +22,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tridock.contracts.data_index import COPY_OR_REBUILD, HEADER, MAGIC, VERSION, read_header, wrong_size
 from tridock.errors import Problem, RequestError
 
 Tokens = NDArray[Any]
 
-MAGIC: Final = b"MMIDIDX\x00\x00"
-VERSION: Final = 1
-HEADER: Final = struct.Struct("<9sQBQQ")
 DTYPES: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
@@ -116,7 +113,8 @@ class Index:
     def __init__(self, path: Path) -> None:
         self.path = path
         buffer = _mapped(path, np.dtype(np.uint8))
-        self.dtype, sequences, entries = _read_header(path, buffer)
+        code, sequences, entries = read_header(path, buffer[: HEADER.size].tobytes(), len(buffer))
+        self.dtype = DTYPES[code]
         position = HEADER.size
         parts: list[Tokens] = []
         for dtype, count in ((np.dtype("<i4"), sequences), (np.dtype("<i8"), sequences), (np.dtype("<i8"), entries)):
@@ -130,11 +128,10 @@ class Index:
         return int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
 
 
-class IndexedDataset:
+class IndexedDataset(Index):
     """A memory-mapped data set. ``dataset[i]`` is sequence i: an array of token ids, shape [length], not copied.
 
-    Attributes: ``index``, and its ``dtype``; ``lengths`` int32[S], ``offsets`` int64[S] in bytes, ``document_index``
-    int64[D]; ``tokens``, the whole .bin as one array. All are views of the mapped files.
+    Attributes: those of its index; ``tokens``, the whole .bin as one array. All are views of the mapped files.
 
     Raises :class:`RequestError` if the files are missing, another format, truncated, or do not belong together.
     """
@@ -142,12 +139,10 @@ class IndexedDataset:
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         check_presence(prefix)
-        self.index = index = Index(idx_path(prefix))
-        self.dtype = index.dtype
-        self.lengths, self.offsets, self.document_index = index.lengths, index.offsets, index.document_index
+        super().__init__(idx_path(prefix))
         data = bin_path(prefix)
         self.tokens = _mapped(data, self.dtype)
-        self._check_consistency(index.path, data, data.stat().st_size)
+        self._check_consistency(data, data.stat().st_size)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -170,9 +165,9 @@ class IndexedDataset:
             return len(self.tokens)
         return int(self.offsets[sequence]) // self.dtype.itemsize
 
-    def _check_consistency(self, index: Path, data: Path, size: int) -> None:
-        if size != self.index.promised:
-            raise RequestError(wrong_size(data, self.index.promised, size))
+    def _check_consistency(self, data: Path, size: int) -> None:
+        if size != self.promised:
+            raise RequestError(wrong_size(data, self.promised, size))
         # Checks only the ends, to open a billion documents quickly. With the sum above, this finds mixed-up files.
         contiguous = len(self) == 0 or (
             self.offsets[0] == 0 and int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize == size
@@ -180,26 +175,14 @@ class IndexedDataset:
         ordered = self.document_index[0] == 0
         if not contiguous or not ordered or self.document_index[-1] != len(self):
             what = "has offsets or documents that are out of order"
-            raise RequestError(Problem(str(index), what, "a damaged index", COPY_OR_REBUILD))
-
-
-COPY_OR_REBUILD: Final = "copy both files again, or build them again with `tridock data preprocess`"
-
-
-def wrong_size(data: Path, promised: int, size: int) -> Problem:
-    """Returns the problem of a .bin that does not fit its index."""
-    what = f"does not fit its index, which describes {promised} bytes"
-    return Problem(str(data), what, f"{size} bytes", COPY_OR_REBUILD)
+            raise RequestError(Problem(str(self.path), what, "a damaged index", COPY_OR_REBUILD))
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
     """Maps a file as an array of ``dtype``. An empty file cannot be mapped."""
-    try:
+    with RequestError.in_place_of(OSError, path, "cannot be read", "make it readable for this user"):
         count = path.stat().st_size // dtype.itemsize
         return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype)
-    except OSError as error:
-        got = error.strerror or str(error)
-        raise RequestError(Problem(str(path), "cannot be read", got, "make it readable for this user")) from None
 
 
 def check_presence(prefix: Path) -> None:
@@ -215,24 +198,3 @@ def check_presence(prefix: Path) -> None:
     if missing:
         present = data if missing[0] == index else index
         raise RequestError(Problem(str(missing[0]), "is missing", f"only {present.name}", COPY_OR_REBUILD))
-
-
-def _read_header(index: Path, buffer: Tokens) -> tuple[np.dtype[Any], int, int]:
-    start = buffer[: HEADER.size].tobytes()
-    if start[: len(MAGIC)] != MAGIC:
-        got = repr(start[: len(MAGIC)])
-        raise RequestError(Problem(str(index), "is not an index of Megatron", got, COPY_OR_REBUILD))
-    if len(start) < HEADER.size:
-        raise RequestError(Problem(str(index), "ends inside its header", f"{len(start)} bytes", COPY_OR_REBUILD))
-    _, version, code, sequences, entries = HEADER.unpack(start)
-    if version != VERSION:
-        what = f"has a version other than {VERSION}"
-        raise RequestError(Problem(str(index), what, str(version), "build it again with `tridock data preprocess`"))
-    if code not in DTYPES:
-        todo = "build it again with `tridock data preprocess`"
-        raise RequestError(Problem(str(index), "has an unknown token type", f"code {code}", todo))
-    expected = HEADER.size + 12 * sequences + 8 * entries
-    if len(buffer) != expected or entries == 0:
-        what = f"promises {sequences} sequences and {entries} document entries, which take {expected} bytes"
-        raise RequestError(Problem(str(index), what, f"{len(buffer)} bytes", COPY_OR_REBUILD))
-    return DTYPES[code], sequences, entries

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +23,6 @@ from tridock.errors import RequestError
 if TYPE_CHECKING:
     from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
-_FRACTION: Final = 12
-"""Bits kept below the leading one: lengths share a bin only if they differ by less than 2**-12."""
-_EXPONENTS: Final = 64
-_BINS: Final = (_EXPONENTS << _FRACTION) + 1
-
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -37,25 +34,24 @@ class Bar:
 
 
 class Lengths:
-    """Counts of non-negative lengths by size, in little memory: exact up to 8192 tokens, above to 0.02 %."""
+    """Counts of non-negative lengths by size."""
 
-    def __init__(self) -> None:
-        self._counts = np.zeros(_BINS, np.int64)
-        self.count = 0
-        self.total = 0
-        self.min = 0
-        self.max = 0
+    def __init__(self, blocks: Iterable[NDArray[Any]]) -> None:
+        self._counts = Counter[int]()
+        self.count = self.total = 0
+        for lengths in blocks:
+            sizes, counts = np.unique(lengths, return_counts=True)
+            self._counts.update(dict(zip(sizes.tolist(), counts.tolist(), strict=True)))
+            self.count += len(lengths)
+            self.total += int(lengths.sum(dtype=np.int64))
 
-    def add(self, lengths: NDArray[Any]) -> None:
-        """Adds a block of int64 lengths."""
-        if not len(lengths):
-            return
-        low, high = int(lengths.min()), int(lengths.max())
-        self.min = min(self.min, low) if self.count else low
-        self.max = max(self.max, high)
-        self.count += len(lengths)
-        self.total += int(lengths.sum(dtype=np.int64))
-        self._counts += np.bincount(_bins(lengths), minlength=_BINS)
+    @property
+    def min(self) -> int:
+        return min(self._counts, default=0)
+
+    @property
+    def max(self) -> int:
+        return max(self._counts, default=0)
 
     @property
     def mean(self) -> float:
@@ -64,34 +60,17 @@ class Lengths:
 
     def quantile(self, share: float) -> int:
         """Returns the smallest length that at least ``share`` of all do not exceed; 0 without lengths."""
-        if not self.count:
-            return 0
-        rank = max(1, int(np.ceil(share * self.count)))
-        number = int(np.searchsorted(np.cumsum(self._counts), rank))
-        return min(max(_smallest(number), self.min), self.max)
+        sizes = sorted(self._counts)
+        below = itertools.accumulate(self._counts[size] for size in sizes)
+        return next((size for size, count in zip(sizes, below, strict=True) if count >= share * self.count), 0)
 
     def bars(self) -> list[Bar]:
         """Returns the histogram with a bar per power of two: 0, 1, 2-3, 4-7, …, without empty ends."""
-        bars = [Bar(0, 0, int(self._counts[0]))]
-        for exponent in range(_EXPONENTS - 1):
-            begin = 1 + (exponent << _FRACTION)
-            count = int(self._counts[begin : begin + (1 << _FRACTION)].sum())
-            bars.append(Bar(1 << exponent, (2 << exponent) - 1, count))
-        used = [number for number, bar in enumerate(bars) if bar.count]
-        return bars[used[0] : used[-1] + 1] if used else []
-
-
-def _bins(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Returns each length's bin number: 0 for 0, else from the exponent and leading bits of the length as a double."""
-    bits = lengths.astype(np.float64).view(np.int64) >> (52 - _FRACTION)
-    return np.where(lengths > 0, bits - (1023 << _FRACTION) + 1, 0)
-
-
-def _smallest(number: int) -> int:
-    if number == 0:
-        return 0
-    exponent, fraction = divmod(number - 1, 1 << _FRACTION)
-    return -(-((1 << _FRACTION | fraction) << exponent) >> _FRACTION)
+        bits = Counter[int]()
+        for size, count in self._counts.items():
+            bits[size.bit_length()] += count
+        used = range(min(bits), max(bits) + 1) if bits else ()
+        return [Bar(1 << it >> 1, (1 << it) - 1, bits[it]) for it in used]
 
 
 SAMPLE_TOKENS: Final = 64
@@ -129,34 +108,27 @@ class Inspection:
         return self.sequences.count != self.documents.count - self.empty_documents
 
 
-def inspect(prefix: Path, samples: int, tokenizer: BytePairTokenizer | None) -> Inspection:
+def inspect(prefix: Path, samples: int, tokenizer: BytePairTokenizer | None, known: Sequence[str] = ()) -> Inspection:
     """Reads a data set. The ``samples`` documents are spread over it, and the same each time.
 
+    ``known`` are the SHA-256 of the tokenizer, by the ways to read its file.
     Raises :class:`RequestError` if there is no data set, if its files do not fit together, or if its index is damaged.
     """
     dataset = IndexedDataset(prefix)
-    if problems := index_problems(dataset.index):
-        raise RequestError(problems)
-    documents, sequences, empty = Lengths(), Lengths(), 0
-    for block in _document_lengths(dataset):
-        documents.add(block)
-    for block in in_blocks(dataset.lengths):
-        sequences.add(block)
-    for counts in _sequences_of_documents(dataset):
-        empty += int((counts == 0).sum())
+    RequestError.raise_for(index_problems(dataset))
     manifest = read_manifest(prefix)
     return Inspection(
         prefix=prefix,
         dtype=dataset.dtype.name,
         tokens=len(dataset.tokens),
         bin_bytes=dataset.tokens.nbytes,
-        idx_bytes=dataset.index.path.stat().st_size,
-        documents=documents,
-        empty_documents=empty,
-        sequences=sequences,
+        idx_bytes=dataset.path.stat().st_size,
+        documents=Lengths(_document_lengths(dataset)),
+        empty_documents=sum(int((counts == 0).sum()) for counts in _sequences_of_documents(dataset)),
+        sequences=Lengths(in_blocks(dataset.lengths)),
         manifest=manifest,
         samples=tuple(_samples(dataset, samples, tokenizer)),
-        notes=tuple(_notes(dataset, manifest, tokenizer)),
+        notes=tuple(_notes(dataset, manifest, tokenizer, known)),
     )
 
 
@@ -190,14 +162,14 @@ def _samples(dataset: IndexedDataset, count: int, tokenizer: BytePairTokenizer |
 
 
 def _notes(
-    dataset: IndexedDataset, manifest: DatasetManifest | None, tokenizer: BytePairTokenizer | None
+    dataset: IndexedDataset, manifest: DatasetManifest | None, tokenizer: BytePairTokenizer | None, known: Sequence[str]
 ) -> Iterator[str]:
     if manifest is None:
         return
     path = manifest_path(dataset.prefix)
     if manifest.tokens != len(dataset.tokens) or manifest.documents != dataset.documents:
         yield f"{path} belongs to other data: it counts {manifest.documents} documents and {manifest.tokens} tokens"
-    if tokenizer is not None and tokenizer.sha256 != manifest.tokenizer_sha256:
+    if tokenizer is not None and manifest.tokenizer_sha256 not in (known or (tokenizer.sha256,)):
         yield "this is not the tokenizer of the data: the texts may be wrong"
 
 
@@ -219,16 +191,13 @@ def as_json(found: Inspection) -> dict[str, Any]:
         "document_lengths": _lengths_as_json(found.documents),
         "sequence_lengths": _lengths_as_json(found.sequences),
         "manifest": None if found.manifest is None else found.manifest.model_dump(),
-        "samples": [
-            {"document": one.document, "tokens": one.tokens, "ids": list(one.ids), "text": one.text}
-            for one in found.samples
-        ],
+        "samples": [asdict(one) for one in found.samples],
         "notes": list(found.notes),
     }
 
 
 def _lengths_as_json(lengths: Lengths) -> dict[str, Any]:
-    bars = [{"first": bar.first, "last": bar.last, "count": bar.count} for bar in lengths.bars()]
+    bars = [asdict(bar) for bar in lengths.bars()]
     quantiles = {name: lengths.quantile(share) for name, share in _QUANTILES}
     return {"min": lengths.min, **quantiles, "mean": lengths.mean, "max": lengths.max, "histogram": bars}
 
@@ -258,7 +227,7 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
         return [*facts, ("manifest", "none: vocabulary, end of document and inputs are unknown")]
     closing = manifest.end_of_document
     facts += [
-        ("vocabulary", f"{manifest.vocab_size:,} tokens, tokenizer {manifest.tokenizer_sha256[:12]}"),
+        ("vocabulary", f"{manifest.vocab_size:,} tokens, tokenizer {manifest.tokenizer_sha256[:12] or 'unknown'}"),
         ("ends", "no token ends a document" if closing is None else f"token {closing} ends every document"),
         ("inputs", _inputs(found)),
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tridock.contracts.run_folder import write_atomic
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, reason_of
 
 
 class Input(BaseModel):
@@ -27,13 +27,13 @@ class DatasetManifest(BaseModel):
     documents: int = Field(ge=0)
     tokens: int = Field(ge=0)
     tokenizer_sha256: str
+    """:func:`tridock.contracts.tokenizers.tokenizer_sha256`, or of another tokenizer's file; empty if unknown."""
     end_of_document: int | None
     """Token id that ends every document, or None."""
     inputs: tuple[Input, ...]
     json_key: str = "text"
     sequences: int | None = None
     """Sequences in the index; None in older manifests."""
-    empty_documents: int | None = None
     rejected: int = 0
     """Lines of the inputs that were skipped."""
     versions: dict[str, str] = Field(default_factory=dict)
@@ -63,7 +63,7 @@ def read_manifest(prefix: Path) -> DatasetManifest | None:
         return None
     except OSError as error:
         todo = "make it readable for this user, or delete it and set model.vocab_size"
-        raise RequestError(Problem(str(path), "cannot be read", error.strerror or str(error), todo)) from None
+        raise RequestError(Problem(str(path), "cannot be read", reason_of(error), todo)) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         got = f"{'.'.join(str(part) for part in first['loc']) or 'the file'}: {first['msg']}"

@@ -18,8 +18,7 @@ def merge(prefixes: Sequence[Path], output: Path, progress: Progress | None = No
     if problems := list(_name_problems(prefixes, output)):
         raise RequestError(problems)
     datasets, manifests = open_datasets(prefixes)
-    if problems := [*_types(datasets), *_tokenizers(prefixes, manifests)]:
-        raise RequestError(problems)
+    RequestError.raise_for([*_types(datasets), *_tokenizers(prefixes, manifests)])
     known = [manifest for manifest in manifests if manifest is not None]
     missing = [manifest_path(prefix) for prefix, it in zip(prefixes, manifests, strict=True) if it is None]
     slices = tuple(Slice(dataset, 0, dataset.documents) for dataset in datasets)

@@ -1,6 +1,7 @@
-"""Finds and opens the data sets on a command line."""
+"""Finds and opens the data sets on a command line, and refuses outputs that would replace something else."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tridock.data.dataset.indexed_dataset import IndexedDataset, bin_path, idx_path
@@ -31,8 +32,7 @@ def find_prefixes(inputs: Sequence[str]) -> list[Path]:
             todo = "give prefixes of data sets, or folders that contain some"
             problems.append(Problem(given, "contains no data set", "no .bin and .idx", todo))
         found += [path / name for name in inside]
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     return found
 
 
@@ -47,7 +47,7 @@ def open_datasets(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[
         except RequestError as error:
             problems += error.problems
             continue
-        problems += index_problems(dataset.index)
+        problems += index_problems(dataset)
         counted = None if manifest is None else (manifest.documents, manifest.tokens)
         there = dataset.documents, len(dataset.tokens)
         if counted is not None and counted != there:
@@ -56,8 +56,7 @@ def open_datasets(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[
             problems.append(Problem(str(manifest_path(prefix)), what, got, todo))
         datasets.append(dataset)
         manifests.append(manifest)
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     return datasets, manifests
 
 
@@ -66,3 +65,45 @@ def output_problems(prefix: Path) -> Iterator[Problem]:
     if not prefix.name or prefix.name == "..":
         todo = "give a folder and a name: data/all"
         yield Problem("--output-prefix", "names no file", str(prefix), todo)
+
+
+def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path], work: Path | None = None) -> None:
+    """Raises :class:`RequestError` with every problem. Each output is a path with the option that names it.
+
+    ``work`` is the folder of the run's unfinished work.
+    """
+    inputs = list(inputs)
+    read = {os.path.realpath(path) for path in inputs}
+    files = {identity for path in inputs if (identity := _identity(path))}
+    written: set[str] = set()
+    problems: list[Problem] = []
+    for option, path in outputs:
+        place = os.path.realpath(path)
+        if work is not None and Path(place).is_relative_to(os.path.realpath(work)):
+            what = "is in the folder of the run's unfinished work"
+        elif (path.exists() and not path.is_file()) or _is_of_a_process(path):
+            what = "is a folder, device or pipe, not a file"
+        elif place in read or _identity(path) in files:
+            what = "would overwrite an input"
+        elif place in written:
+            what = "would overwrite another output"
+        else:
+            written.add(place)
+            continue
+        problems.append(Problem(option, what, str(path), "name another file"))
+    RequestError.raise_for(problems)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Returns what is equal for all names of a file: hard links, bind mounts, other case; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _is_of_a_process(path: Path) -> bool:
+    """Whether a name, such as /dev/stdout, stands for a file that a process has open."""
+    folder = path.parent.resolve()
+    return folder in (Path("/dev"), Path("/proc")) or Path("/proc") in folder.parents

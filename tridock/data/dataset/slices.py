@@ -1,19 +1,18 @@
 """Writes data sets from slices of others, for merge and split. Either all outputs appear, or none."""
 
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, Self
+from typing import BinaryIO, Final
 
 import numpy as np
 
+from tridock.contracts.data_index import COPY_OR_REBUILD, HEADER
+from tridock.contracts.partials import partial_folder, remove_left_folders
 from tridock.data.dataset.indexed_dataset import (
-    COPY_OR_REBUILD,
-    HEADER,
     IndexedDataset,
     Tokens,
     bin_path,
@@ -105,11 +104,14 @@ def write_outputs(outputs: Sequence[Output], progress: Progress | None = None) -
     Raises :class:`RequestError` if there is not enough space, before anything is written, or if a file cannot be
     written.
     """
-    try:
+    todo = "free some space there, or choose another --output-prefix"
+    with RequestError.in_place_of(OSError, outputs[0].prefix, "cannot be written", todo):
+        for output in outputs:
+            remove_left_folders(output.prefix)
         _check_free_space(outputs)
         with ExitStack() as stack:
             total = sum(output.tokens_size for output in outputs)
-            files = [stack.enter_context(_Partial(output)) for output in outputs]
+            files = [_Partial(output, stack.enter_context(partial_folder(output.prefix))) for output in outputs]
             done = 0
             for partial in files:
                 for count in partial.write():
@@ -117,10 +119,6 @@ def write_outputs(outputs: Sequence[Output], progress: Progress | None = None) -
                     if progress is not None:
                         progress(done, total)
             return [partial.publish() for partial in files]
-    except OSError as error:
-        todo = "free some space there, or choose another --output-prefix"
-        got = error.strerror or str(error)
-        raise RequestError(Problem(str(outputs[0].prefix), "cannot be written", got, todo)) from None
 
 
 def _check_free_space(outputs: Sequence[Output]) -> None:
@@ -135,23 +133,12 @@ def _check_free_space(outputs: Sequence[Output]) -> None:
 
 
 class _Partial:
-    """The temporary files of one output. A context manager that removes them."""
+    """The temporary files of one output, in a folder of their own."""
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, folder: Path) -> None:
         self._output = output
-        prefix = output.prefix
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        mark = f"{os.getpid()}.{secrets.token_hex(4)}.part"
-        self._bin = prefix.with_name(f".{prefix.name}.bin.{mark}")
-        self._idx = prefix.with_name(f".{prefix.name}.idx.{mark}")
+        self._bin, self._idx = folder / "bin", folder / "idx"
         self._hash = None if output.manifest is None else Digest()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bin.unlink(missing_ok=True)
-        self._idx.unlink(missing_ok=True)
 
     def write(self) -> Iterator[int]:
         """Writes both files; yields the size of each block of tokens."""
@@ -190,7 +177,7 @@ class _Partial:
         manifest_path(prefix).unlink(missing_ok=True)
         publish(prefix, self._bin, self._idx)
         if manifest is not None:
-            counted = ("documents", "empty_documents", "sequences", "tokens", "bin_sha256", "idx_sha256")
+            counted = ("documents", "sequences", "tokens", "bin_sha256", "idx_sha256")
             write_manifest(prefix, manifest.model_copy(update={name: getattr(written, name) for name in counted}))
         return written
 

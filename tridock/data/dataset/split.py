@@ -1,30 +1,19 @@
 """``tridock data split``: divides a data set, in order, into train, valid and test, or into equal parts."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.data_index import SPLITS, share_bounds
 from tridock.data.dataset.indexed_dataset import idx_path
 from tridock.data.dataset.prefixes import open_datasets
 from tridock.data.dataset.slices import Output, Progress, Slice, Written, write_outputs
 from tridock.errors import Problem, RequestError
 
-SPLITS: Final = ("train", "valid", "test")
 _SHARES: Final = re.compile(r"\d+(\.\d+)?(,\d+(\.\d+)?){0,2}")
 
 Named = tuple[str, int, int]
 """Name of a part, its first and its last (exclusive) document."""
-
-
-def share_bounds(documents: int, shares: Sequence[float]) -> tuple[int, int, int, int]:
-    """Returns the first documents of train, valid and test, and the end, rounded as megatron-core does.
-
-    ``shares`` are three numbers with any sum above 0.
-    """
-    total = sum(shares)
-    ends = [round(documents * sum(shares[: count + 1]) / total) for count in range(3)]
-    return 0, ends[0], ends[1], ends[2]
 
 
 def by_shares(text: str, documents: int) -> list[Named]:
@@ -45,8 +34,7 @@ def by_shares(text: str, documents: int) -> list[Named]:
         for name, first, last in parts
         if first == last
     ]
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     return parts
 
 
@@ -101,5 +89,4 @@ def _check_leftovers(base: Path, names: set[str], numbered: bool) -> None:
         and name not in names
         and (name.isdecimal() if numbered else name in SPLITS)
     ]
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)

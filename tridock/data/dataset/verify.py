@@ -7,19 +7,12 @@ from typing import Final
 
 import numpy as np
 
-from tridock.data.dataset.indexed_dataset import (
-    COPY_OR_REBUILD,
-    Index,
-    Tokens,
-    bin_path,
-    check_presence,
-    idx_path,
-    in_blocks,
-    wrong_size,
-)
+from tridock.contracts.data_index import COPY_OR_REBUILD, wrong_size
+from tridock.data.dataset.index_maps import foreign_maps
+from tridock.data.dataset.indexed_dataset import Index, Tokens, bin_path, check_presence, idx_path, in_blocks
 from tridock.data.dataset.manifest import DatasetManifest, manifest_path, read_manifest
 from tridock.data.digest import Digest, sha256_of
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, reason_of
 
 SHOWN: Final = 5
 """Positions per kind of problem that are reported; the others are only counted."""
@@ -234,14 +227,13 @@ def verify(prefix: Path, vocab_size: int | None = None, progress: Progress | Non
         _verify(found, vocab_size, progress)
     except OSError as error:
         todo = "make it readable for this user, or copy it again"
-        found.problems.append(
-            Problem(str(error.filename or prefix), "cannot be read", error.strerror or str(error), todo)
-        )
+        found.problems.append(Problem(str(error.filename or prefix), "cannot be read", reason_of(error), todo))
     return found
 
 
 def _verify(found: Verified, vocab_size: int | None, progress: Progress | None) -> None:
     prefix, manifest = found.prefix, _manifest(found)
+    found.problems += foreign_maps(prefix)
     try:
         check_presence(prefix)
         index = Index(idx_path(prefix))

@@ -1,7 +1,5 @@
 """Decompresses a file by its content. Reads all streams of a file, and treats any damage as an error."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -10,6 +8,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Final
+
+import zstandard
 
 from tridock.errors import Problem, RequestError
 
@@ -24,20 +24,23 @@ _MAGIC: Final = {
     b"\xfd7zXZ\x00": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"\xff\xff\xff\xff": "arrow",
     # A skippable frame of zstd: pzstd, and tools that write an index, begin with one.
     **{bytes([first]) + b"\x2a\x4d\x18": "zstd" for first in range(0x50, 0x60)},
 }
 _START: Final = max(map(len, _MAGIC))
-_TODO_ZSTD: Final = "pip install 'tridock[data]', or decompress it: zstd -dc FILE | tridock data preprocess --input - …"
+DAMAGE: Final = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+"""The exceptions that reading a damaged file raises."""
 
 
 def compression(start: bytes) -> str | None:
-    """Returns the compression (or ``parquet``) of a file by its first bytes; None for plain text."""
+    """Returns the compression (or ``parquet``, ``arrow``) of a file by its first bytes; None for plain text."""
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
 def compression_of(path: Path) -> str | None:
-    """Returns the compression (or ``parquet``) of a file by its content; None for plain text."""
+    """Returns the compression (or ``parquet``, ``arrow``) of a file by its content; None for plain text."""
     with path.open("rb") as file:
         return compression(file.read(_START))
 
@@ -97,28 +100,13 @@ def decompressed(name: str, file: Any) -> Any:
             return file
         case "gzip":
             return gzip.GzipFile(fileobj=file)  # needs no more memory than a block
-        case "parquet":
-            todo = "give the file's path: parquet cannot be read from a pipe"
-            raise RequestError(Problem(name, "is parquet", "", todo))
+        case "parquet" | "arrow" as kind:
+            todo = f"give the file's path: {kind} cannot be read from a pipe"
+            raise RequestError(Problem(name, f"is {kind}", "", todo))
         case "bzip2":
             new = bz2.BZ2Decompressor
         case "xz":
             new = lzma.LZMADecompressor
         case "zstd":
-            try:
-                import zstandard
-            except ImportError:
-                what = "is compressed by zstd, but a package for it is missing"
-                raise RequestError(Problem(name, what, "", _TODO_ZSTD)) from None
             new = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj
     return io.BufferedReader(_Streams(file, new), _BLOCK)
-
-
-def damage() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that reading a damaged file raises."""
-    known: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error, lzma.LZMAError)
-    try:
-        from zstandard import ZstdError
-    except ImportError:
-        return known
-    return (*known, ZstdError)

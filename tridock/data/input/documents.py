@@ -2,13 +2,14 @@
 
 import base64
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from tridock.data.input.sources import Kind
-from tridock.errors import Problem
+from tridock.errors import Problem, RequestError
 
 _BOM: Final = b"\xef\xbb\xbf"
 # Objects become tuples of pairs, because a dict would drop duplicate keys.
@@ -24,10 +25,13 @@ class Rejection:
     what: str
     got: str
     data: bytes
+    todo: str = ""
 
-    def problem(self, name: str, first_line: int, todo: str) -> Problem:
-        """Returns a message with file and line."""
-        return Problem(f"{name}:{first_line + self.line}", self.what, self.got, todo)
+    def problem(self, name: str, first_line: int, form: str) -> Problem:
+        """Returns a message with file and line, and with the ``form`` of a line if there is no better remedy."""
+        todo, form = (self.todo, "") if self.todo else ("correct or remove the line", form)
+        skip = "or skip such lines with --on-error skip --rejects FILE"
+        return Problem(f"{name}:{first_line + self.line}", self.what, self.got, f"{todo}, {skip}{form}")
 
     def record(self, name: str, first_line: int) -> bytes:
         """Returns a line for the rejects file: an object with ``text``, or ``base64`` if the line is not UTF-8."""
@@ -50,20 +54,30 @@ class Documents:
 
 
 class _RejectedError(Exception):
-    def __init__(self, what: str, got: str = "") -> None:
-        super().__init__(what, got)
-        self.what, self.got = what, got
+    def __init__(self, what: str, got: str = "", todo: str = "") -> None:
+        super().__init__(what, got, todo)
+        self.what, self.got, self.todo = what, got, todo
 
 
-def remedy(keys: Sequence[str], kind: Kind) -> str:
-    """Returns the todo of a message about an invalid line."""
+def form_of(keys: Sequence[str], kind: Kind) -> str:
+    """Returns what a message about an invalid line says of valid ones."""
     fields = ", ".join(f'"{key}": "…"' for key in keys)
-    form = "" if kind is Kind.TEXT else f"; each is one object such as {{{fields}}}"
-    return f"correct or remove the line, or skip such lines with --on-error skip --rejects FILE{form}"
+    return "" if kind is Kind.TEXT else f"; each is one object such as {{{fields}}}"
 
 
-def rejects_problems(on_error: str, rejects: Path | None) -> Iterator[Problem]:
-    """Yields the problems of the options ``--on-error`` and ``--rejects``."""
+def check_share(documents: int, rejected: int, most: float, example: Problem | None) -> None:
+    """Raises :class:`RequestError` if more than the share ``most`` of the documents, or all of them, were rejected."""
+    if rejected > most * documents or rejected == documents > 0:
+        such = f", such as {example.where}: {example.what}" if example else ""
+        todo = "correct the input (leave --on-error skip out for the remedy)"
+        todo += ", or raise --max-rejects" if rejected < documents else ""
+        raise RequestError(Problem("--input", "has too many invalid lines", f"{rejected} of {documents}{such}", todo))
+
+
+def rejects_problems(on_error: str, rejects: Path | None, most: float) -> Iterator[Problem]:
+    """Yields the problems of the options ``--on-error``, ``--rejects`` and ``--max-rejects``."""
+    if not 0 <= most <= 1:
+        yield Problem("--max-rejects", "is not a share from 0 to 1", str(most), "give 0.1 for a tenth of the lines")
     if on_error == "skip" and rejects is None:
         todo = "name a file for the skipped lines"
         yield Problem("--rejects", "is required with --on-error skip", "", todo)
@@ -84,7 +98,7 @@ def parse(data: bytes, keys: Sequence[str], kind: Kind) -> Documents:
         try:
             parts = read(line)
         except _RejectedError as rejected:
-            found.rejected_lines.append(Rejection(number, rejected.what, rejected.got, line))
+            found.rejected_lines.append(Rejection(number, rejected.what, rejected.got, line, rejected.todo))
             continue
         for texts, counts, part in zip(found.texts, found.counts, parts, strict=True):
             texts += part
@@ -106,11 +120,14 @@ def _plain(line: bytes) -> Fields:
 
 def _characters(line: bytes) -> str:
     if line.startswith(_BOM):
-        raise _RejectedError("begins with a byte order mark", "EF BB BF")
+        todo = r"remove it: sed 's/^\xEF\xBB\xBF//' FILE > NEW"
+        raise _RejectedError("begins with a byte order mark", "EF BB BF", todo)
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _RejectedError("is not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
+        got = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+        todo = "convert the file, such as with iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
+        raise _RejectedError("is not UTF-8", got, todo) from None
 
 
 def _fast_fields(keys: Sequence[str]) -> Callable[[bytes], Fields]:
@@ -158,23 +175,49 @@ def _fields(line: bytes, keys: Sequence[str]) -> Fields:
     except ValueError as error:
         if not text.strip():
             raise _RejectedError("is blank") from None
-        raise _RejectedError("is not valid JSON", str(error)) from None
+        raise _RejectedError("is not valid JSON", str(error), _one_per_line(text)) from None
     if not isinstance(pairs, tuple):
-        raise _RejectedError("is not a JSON object", _excerpt(pairs))
-    fields: dict[str, Any] = dict(pairs)
+        raise _RejectedError("is not a JSON object", _excerpt(pairs), _one_per_line(text))
+    return [_texts(pairs, key) for key in keys]
+
+
+def _unique(pairs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    fields = dict(pairs)
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         values = [value for name, value in pairs if name == twice]
         raise _RejectedError(f"has the key {_printable(twice)} more than once", _excerpt(values))
-    return [_texts(fields, key) for key in keys]
+    return fields
 
 
-def _texts(fields: dict[str, Any], key: str) -> list[str]:
-    if key not in fields:
-        names = ", ".join(sorted(fields)) or "(none)"
-        raise _RejectedError(f"has no key {key!r}", f"the keys {_printable(names)}")
-    value = fields[key]
+def _one_per_line(text: str) -> str:
+    """Returns the remedy for a line that begins an array, or an object of several lines."""
+    if text.startswith("["):
+        return "write an object per line: jq -c '.[]' FILE > NEW.jsonl"
+    return "write an object per line: jq -c . FILE > NEW.jsonl" if text.strip() == "{" else ""
+
+
+def _lengths(pairs: tuple[tuple[str, Any], ...], above: str = "") -> Iterator[tuple[int, str]]:
+    """Yields the length of every text in an object, and its key."""
+    for name, value in pairs:
+        if isinstance(value, str):
+            yield len(value), above + name
+        elif isinstance(value, tuple):
+            yield from _lengths(value, f"{above}{name}.")
+
+
+def _texts(pairs: tuple[tuple[str, Any], ...], key: str) -> list[str]:
+    fields, name = _unique(pairs), key
+    while name not in fields:  # data.text is text in data, unless there is a key of this name
+        outer, _, name = name.partition(".")
+        if not name or not isinstance(fields.get(outer), tuple):
+            names = ", ".join(sorted(dict(pairs))) or "(none)"
+            _, longest = max(_lengths(pairs), default=(0, "KEY"))
+            todo = f"name the key of the texts, such as --json-keys {shlex.quote(longest)}"
+            raise _RejectedError(f"has no key {key!r}", f"the keys {_printable(names)}", todo)
+        fields = _unique(fields[outer])
+    value = fields[name]
     texts = value if isinstance(value, list) else [value]
     for text in texts:
         if not isinstance(text, str):

@@ -1,33 +1,49 @@
 """Finds the files of ``--input``. Every file of a folder is read or named in a message."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import glob
+import io
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from tridock.data.digest import SUMS
-from tridock.data.input.compression import compression_of
-from tridock.data.input.sources import TODO_INPUT, Kind, Source, printable
-from tridock.errors import Problem, RequestError
+from tridock.data.input.compression import DAMAGE, compression, decompressed
+from tridock.data.input.remote import RemoteFile, find_urls, is_url, url_name
+from tridock.data.input.signatures import START, foreign
+from tridock.data.input.sources import TABLES, TODO_INPUT, Kind, Source, printable
+from tridock.errors import Problem, RequestError, reason_of
 
 STDIN: Final = "-"
 _COMPRESSED: Final = (".gz", ".bgz", ".zst", ".zstd", ".bz2", ".xz")
+_SUFFIXES: Final = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), Kind.JSONL),
+    **dict.fromkeys((".txt", ".text"), Kind.TEXT),
+    ".csv": Kind.CSV,
+    ".tsv": Kind.TSV,
+}
+_BESIDE_TABLES: Final = ("", ".md", ".json", ".yaml", ".yml", ".py")
+"""Suffixes of a data set's descriptions, such as README.md, LICENSE and dataset_info.json."""
 
 
-def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind = Kind.JSONL) -> tuple[Source, ...]:
+def find_sources(
+    inputs: Sequence[str],
+    kind: Kind | None = None,
+    default: Kind = Kind.JSONL,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Source, ...]:
     """Returns the inputs in the order given; the files of a folder or pattern sorted by name, without hidden ones.
 
     A pattern stands for what it matches: files, and folders with all their files.
 
-    ``kind`` applies to every input except Parquet files. Without it the file name decides, and ``default`` applies to
-    names with another suffix. Links are followed. Raises :class:`RequestError` with every input that does not exist or
-    cannot be read.
+    ``kind`` applies to every input except Parquet and Arrow files. Without it the file name decides, and ``default``
+    applies to names with another suffix. Links are followed. What lies beside the tables of a folder, such as a
+    ``README.md``, is not read, and ``say`` says so. Raises :class:`RequestError` with every input that does not exist
+    or cannot be read.
     """
     sources: list[Source] = []
     problems: list[Problem] = []
@@ -35,21 +51,63 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind 
         if given == STDIN:
             sources.append(Source("standard input", None, kind or default))
             continue
+        found: list[tuple[Source, Problem | None]] = []
+        if is_url(given) and not os.path.lexists(given):
+            try:
+                found = [_at(url, kind, default) for url in find_urls(given)]
+            except RequestError as error:
+                problems += error.problems
+            problems += [problem for _, problem in found if problem is not None]
+            sources += [source for source, _ in found]
+            continue
         for path in _files(given, problems):
             try:
-                # Reads only from files: reading from a pipe would consume it.
-                parquet = path.is_file() and compression_of(path) == "parquet"
-                size = path.stat().st_size
+                found.append(_source_of(path, kind, default))
             except OSError as error:
                 problems.append(_unreadable(path, error))
-                continue
-            found = Kind.PARQUET if parquet else kind or kind_of_name(path.name, default)
-            sources.append(Source(printable(path), path, found, size))
-    if sum(source.path is None for source in sources) > 1:
+        tables = [source for source, _ in found if source.kind in TABLES]
+        beside = [source for source, _ in found if source not in tables and Path(source.name).suffix in _BESIDE_TABLES]
+        if tables and beside and Path(given).is_dir():
+            found = [it for it in found if it[0] not in beside]
+            more = f" and {len(beside) - 1} more" if len(beside) > 1 else ""
+            say(f"{printable(given)}: {len(tables)} tables are read, and not {beside[0].file_name}{more} beside them")
+        sources += [source for source, _ in found]
+        problems += [problem for _, problem in found if problem is not None]
+    if list(inputs).count(STDIN) > 1:
         problems.append(Problem("--input", "names standard input more than once", "", "give - once"))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     return tuple(sources)
+
+
+def _source_of(path: Path, kind: Kind | None, default: Kind) -> tuple[Source, Problem | None]:
+    """Returns a file as an input, and its problem if it is no text."""
+    source = Source(printable(path), path, kind or kind_of_name(path.name, default), path.stat().st_size)
+    if not path.is_file():
+        return source, None  # reading from a pipe would consume it
+    with path.open("rb") as file:
+        return _checked(source, file)
+
+
+def _at(url: str, kind: Kind | None, default: Kind) -> tuple[Source, Problem | None]:
+    """Returns a file at a URL as an input, and its problem if it is no text."""
+    name = url_name(url)
+    with RemoteFile(url) as file:
+        source = Source(name, None, kind or kind_of_name(name.rpartition("/")[2], default), url=url)
+        return _checked(source, io.BufferedReader(file))
+
+
+def _checked(source: Source, file: io.BufferedReader) -> tuple[Source, Problem | None]:
+    start = file.peek(START)[:START]
+    how = compression(start)
+    if how in TABLES:
+        return replace(source, kind=Kind(how)), None
+    if how is not None:
+        try:
+            start = decompressed(source.name, file).read(START)
+        except DAMAGE:
+            return source, None  # is reported with its line
+    path = None if how or source.path is None else str(source.path)
+    return source, foreign(source.name, start, path, pages=source.kind is Kind.FILE)
 
 
 def repeated(sources: Sequence[Source]) -> list[tuple[Source, Source]]:
@@ -162,13 +220,11 @@ def _unreadable(path: Path, error: OSError) -> Problem:
     if path.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
         todo = "remove the link, or restore its file"
         return Problem(printable(path), "is a link to a missing file", printable(path.readlink()), todo)
-    return Problem(printable(path), "cannot be read", error.strerror or str(error), TODO_INPUT)
+    return Problem(printable(path), "cannot be read", reason_of(error), TODO_INPUT)
 
 
 def kind_of_name(name: str, otherwise: Kind) -> Kind:
     """Returns the kind by the file's suffix, not counting that of a compression, or ``otherwise``."""
     path = Path(name.lower())
     suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    if suffix in (".txt", ".text"):
-        return Kind.TEXT
-    return Kind.JSONL if suffix in (".jsonl", ".json", ".ndjson") else otherwise
+    return _SUFFIXES.get(suffix, otherwise)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, cast
 
-import numpy as np
-
 from tridock.data.dataset.manifest import Input
 from tridock.data.digest import Digest, sha256_of
-from tridock.data.input.compression import compression_of, damage, decompressed
-from tridock.errors import Problem, RequestError
+from tridock.data.input.compression import DAMAGE, compression_of, decompressed
+from tridock.data.input.remote import RemoteFile
+from tridock.data.input.signatures import START, foreign
+from tridock.data.input.tables import Arrow, Parquet, column_of, value_in_json
+from tridock.data.tokenize.memory import limited_growth
+from tridock.errors import Problem, RequestError, reason_of
 
-_BLOCK: Final = 1 << 18
 _FIRST_LINE: Final = 1 << 20
 _LONGEST_LINE: Final = 256 << 20
 """Maximum bytes of a line, which must fit in memory: a small compressed file may have one of many gigabytes."""
+_MOST_MEMORY: Final = 2 << 30
+"""Bytes that a batch of a table may need: a small file may claim any size."""
 TODO_INPUT: Final = "give files, folders or patterns that exist, or - for standard input"
 
 
@@ -33,21 +39,30 @@ class Kind(StrEnum):
     JSONL = "jsonl"
     TEXT = "text"
     PARQUET = "parquet"
+    ARROW = "arrow"
+    CSV = "csv"
+    TSV = "tsv"
+    FILE = "file"
+
+
+TABLES: Final = (Kind.PARQUET, Kind.ARROW)
+"""Kinds that are detected by content, whatever ``--input-format`` says, and read at any place of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input. ``path`` is None for standard input, whose size is unknown. ``name`` is printable: valid UTF-8."""
+    """One input. ``path`` is None for standard input and for a ``url``. ``name`` is printable: valid UTF-8."""
 
     name: str
     path: Path | None
     kind: Kind
     bytes: int = 0
+    url: str = ""
 
     @property
     def file_name(self) -> str:
         """Name without its folder."""
-        return self.name if self.path is None else printable(self.path.name)
+        return self.name.rpartition("/")[2] if self.path is None else printable(self.path.name)
 
 
 def printable(name: str | Path) -> str:
@@ -98,10 +113,11 @@ class Chunk:
 
 
 class _CountingReader(io.RawIOBase):
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.bytes = 0
-        self.digest = Digest()
+    """Counts the bytes of a file, and hashes them unless they are its lines, which are hashed anyway."""
+
+    def __init__(self, file: BinaryIO, hashes: bool) -> None:
+        self._file, self.bytes = file, 0
+        self.digest = Digest() if hashes else None
 
     def readable(self) -> bool:
         return True
@@ -110,16 +126,14 @@ class _CountingReader(io.RawIOBase):
         data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         self.bytes += len(data)
-        self.digest.update(data)
+        if self.digest is not None:
+            self.digest.update(data)
         return len(data)
 
     def drain(self) -> None:
         """Reads the bytes that a decompressor left, so that the hash covers the whole file."""
         while self.read(1 << 20):
             pass
-
-
-_TODO_PARQUET: Final = "pip install 'tridock[data]', or give JSON lines"
 
 
 def _problem(source: Source, line: int, error: Exception) -> Problem:
@@ -135,9 +149,7 @@ def read_chunks(number: int, source: Source, keys: Sequence[str], size: int) -> 
 
     ``number`` is the index of the source. Needs memory for a chunk and the longest line.
     """
-    if source.path is not None and source.kind is not Kind.PARQUET and _is_plain(source.path):
-        return _plain_chunks(number, source, source.path, size)
-    blocks: _Parquet | _Stream = _Parquet(source, keys) if source.kind is Kind.PARQUET else _Stream(source)
+    blocks: _Table | _Stream = _Table(source, keys) if source.kind in TABLES else _Stream(source, keys)
     return _chunks_of_blocks(number, source, blocks, size)
 
 
@@ -149,7 +161,7 @@ def first_line(source: Source) -> bytes:
         with source.path.open("rb") as file:
             start: bytes = decompressed(source.name, file).read(_FIRST_LINE)
             return start.lstrip().partition(b"\n")[0]
-    except damage():
+    except DAMAGE:
         return b""
 
 
@@ -161,58 +173,10 @@ def _is_plain(path: Path) -> bool:
         return False
 
 
-def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterator[Chunk]:
-    line, offset, content = 1, 0, Digest()
-    try:
-        with path.open("rb", buffering=0) as file:
-            before = Identity.of(file.fileno())
-            while data := _lines_at(file.fileno(), offset, size, source, line):
-                if Identity.of(file.fileno()) != before:
-                    raise changed(source)
-                first, lines = line, _newlines(data) + (data[-1:] != b"\n")
-                line, offset = line + lines, offset + len(data)
-                content.update(data)
-                yield Chunk(source, number, first, data, lines, offset, content.mark(), offset, plain=before)
-            _check_unchanged(source, file.fileno(), before)
-    except OSError as error:
-        raise _unreadable(source, error) from None
-    facts = Input(name=source.file_name, bytes=offset, sha256=content.hexdigest())
-    yield Chunk(source, number, line, b"", 0, offset, content.mark(), offset, facts, before.changed_ns)
-
-
-def _lines_at(file: int, offset: int, size: int, source: Source, line: int) -> bytes:
-    """Returns whole lines from ``offset`` on: at most ``size`` bytes, or one longer line; b"" at the end.
-
-    ``line`` is the number of the first line.
-    """
-    start = offset
-    data = os.pread(file, size, offset)
-    if len(data) < size:
-        return data
-    if cut := data.rfind(b"\n") + 1:
-        return data[:cut]
-    parts = [data]
-    while data := os.pread(file, size, offset := offset + len(data)):
-        cut = data.find(b"\n") + 1
-        parts.append(data[: cut or None])
-        if cut:
-            break
-        if offset - start > _LONGEST_LINE:
-            raise _too_long(source, line)
-    return b"".join(parts)
-
-
 def _too_long(source: Source, line: int) -> RequestError:
     what = f"is longer than {_LONGEST_LINE >> 20} MiB"
     todo = "put each document on a line of its own: jq -c '.[]' FILE does it with a JSON array"
     return RequestError(Problem(f"{source.name}:{line}", what, "", todo))
-
-
-def _newlines(data: bytes) -> int:
-    """Returns ``data.count(b"\\n")`` in a third of its time; works in blocks, because a line may be long."""
-    characters = np.frombuffer(data, np.uint8)
-    blocks = range(0, len(data), _BLOCK)
-    return sum(int(np.count_nonzero(characters[start : start + _BLOCK] == ord("\n"))) for start in blocks)
 
 
 def lines_of(chunk: Chunk) -> tuple[Identity, int, int]:
@@ -255,20 +219,20 @@ def changed(source: Source) -> RequestError:
 
 
 def _unreadable(source: Source, error: OSError) -> RequestError:
-    got = error.strerror or str(error)
-    return RequestError(Problem(source.name, "cannot be read", got, TODO_INPUT))
+    return RequestError(Problem(source.name, "cannot be read", reason_of(error), TODO_INPUT))
 
 
-def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, size: int) -> Iterator[Chunk]:
+def _chunks_of_blocks(number: int, source: Source, blocks: _Table | _Stream, size: int) -> Iterator[Chunk]:
     line, offset, content, rest, pending = 1, 0, Digest(), [b""], 0
 
     def chunk(data: bytes, broken: Problem | None = None) -> Chunk:
         nonlocal line, offset
-        first, lines = line, _newlines(data) + (data[-1:] not in (b"", b"\n"))
+        first, lines = line, data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
         line, offset = line + lines, offset + len(data)
         content.update(data)
         position = blocks.position()
-        return Chunk(source, number, first, data, lines, offset, content.mark(), position, broken=broken)
+        mark, plain = content.mark(), blocks.plain if data else None
+        return Chunk(source, number, first, data, lines, offset, mark, position, broken=broken, plain=plain)
 
     try:
         for block in blocks.read(size):
@@ -280,8 +244,8 @@ def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, s
                 yield chunk(b"".join(rest))
                 rest, pending = [block[cut:]], len(block) - cut
             elif pending > size + _LONGEST_LINE:
-                raise _too_long(source, line + sum(map(_newlines, rest)))
-    except damage() as error:
+                raise _too_long(source, line + sum(data.count(b"\n") for data in rest))
+    except DAMAGE as error:
         data = b"".join(rest)
         cut = data.rfind(b"\n") + 1
         if cut:
@@ -290,45 +254,94 @@ def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, s
         rest = []
     if any(rest):
         yield chunk(b"".join(rest))
-    yield replace(chunk(b""), finished=blocks.facts(), changed_ns=blocks.changed_ns)
+    yield replace(chunk(b""), finished=blocks.facts(content), changed_ns=blocks.changed_ns)
 
 
 class _Stream:
     """Decompressed blocks of a file or of standard input."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, keys: Sequence[str]) -> None:
+        self._source, self._keys = source, list(dict.fromkeys(keys))
         try:
-            opened = _standard_input() if source.path is None else source.path.open("rb", buffering=0)
+            opened = _opened(source)
         except OSError as error:
             raise _unreadable(source, error) from None
-        self._counted = _CountingReader(cast("BinaryIO", opened))
         self._opened = opened
         self._before = Identity.of(opened.fileno()) if source.path and source.path.is_file() else None
         self.changed_ns = self._before.changed_ns if self._before else 0
+        lines = source.kind in (Kind.JSONL, Kind.TEXT)
+        self.plain = self._before if lines and source.path and _is_plain(source.path) else None
+        """Of an uncompressed file of lines."""
+        self._counted = _CountingReader(cast("BinaryIO", opened), hashes=self.plain is None)
 
     def read(self, size: int) -> Iterator[bytes]:
         raw = io.BufferedReader(self._counted, 1 << 17)
         stream = decompressed(self._source.name, raw)
+        if self._source.path is None and (problem := foreign(self._source.name, stream.peek(START)[:START], None)):
+            raise RequestError(problem)
+        if self._source.kind in (Kind.CSV, Kind.TSV):
+            yield from self._rows(stream)
+        elif self._source.kind is Kind.FILE:
+            content = stream.read(_LONGEST_LINE + 1)
+            if len(content) > _LONGEST_LINE:
+                raise _too_long(self._source, 1)
+            yield json.dumps({self._keys[0]: content}, default=value_in_json).encode() + b"\n"
         # read1, not read: it first returns the bytes before any damage.
         step = max(1, min(size, 1 << 18))
         while block := stream.read1(step):
             yield block
 
+    def _rows(self, stream: Any) -> Iterator[bytes]:
+        """Yields the rows of a CSV file with a header, as JSON lines. A blank line is no row."""
+        self._text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+        pending = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal pending
+            while line := self._text.readline(_LONGEST_LINE + 1):
+                pending += len(line)
+                if pending > _LONGEST_LINE:
+                    raise _too_long(self._source, reader.line_num + 1)
+                yield line
+
+        csv.field_size_limit(_LONGEST_LINE)
+        reader = csv.reader(lines(), delimiter="," if self._source.kind is Kind.CSV else "\t", strict=True)
+        try:
+            header = next(reader, [])
+            if absent := [key for key in self._keys if header.count(key) != 1]:
+                got = f"the columns {', '.join(header)}"
+                raise RequestError([_no_column(self._source, key, got) for key in absent])
+            places = {key: header.index(key) for key in self._keys}
+            for row in filter(None, reader):
+                pending = 0
+                short: object = {"fields": len(row), "columns": len(header)}  # which is no text: the row is rejected
+                found = {
+                    key: row[place].encode(errors="surrogateescape") if len(row) == len(header) else short
+                    for key, place in places.items()
+                }
+                yield json.dumps(found, default=value_in_json).encode() + b"\n"
+        except csv.Error as error:
+            raise OSError(f"row {reader.line_num}: {error}") from error
+
     def position(self) -> int:
         return self._counted.bytes
 
-    def facts(self) -> Input:
+    def facts(self, content: Digest) -> Input:
+        """Returns what identifies the file; ``content`` is the hash of its lines."""
         self._counted.drain()
         if self._before is not None:
             _check_unchanged(self._source, self._opened.fileno(), self._before)
-        if self._source.path is not None:
+        if self._source.path is not None or self._source.url:
             self._opened.close()
-        digest = self._counted.digest.hexdigest()
+        digest = (self._counted.digest or content).hexdigest()
         return Input(name=self._source.file_name, bytes=self._counted.bytes, sha256=digest)
 
 
-def _standard_input() -> IO[bytes]:
+def _opened(source: Source) -> io.RawIOBase | IO[bytes]:
+    if source.url:
+        return RemoteFile(source.url)
+    if source.path is not None:
+        return source.path.open("rb", buffering=0)
     # None if the caller closed it.
     if sys.stdin is None:
         todo = "give it lines, or name files as --input"
@@ -336,59 +349,78 @@ def _standard_input() -> IO[bytes]:
     return sys.stdin.buffer
 
 
-class _Parquet:
-    """Rows of a Parquet file as JSON lines: messages call a row a line."""
+class _Table:
+    """Rows of a Parquet or Arrow file as JSON lines: messages call a row a line."""
+
+    plain: Identity | None = None
 
     def __init__(self, source: Source, keys: Sequence[str]) -> None:
-        try:
-            from pyarrow import parquet
-        except ImportError:
-            raise RequestError(
-                Problem(source.name, "is parquet, but a package for it is missing", "", _TODO_PARQUET)
-            ) from None
-        assert source.path is not None  # Parquet from standard input is refused
+        import pyarrow.parquet  # noqa: F401  not while memory is limited, and its absence is another error
+
         self._source = source
-        self._path = source.path
-        self._before = Identity.of(source.path)
+        self._path = source.path or self._downloaded(source.url)  # tables from standard input are refused
+        self._before = Identity.of(self._path)
+        self._keys = list(dict.fromkeys(keys))
+        self._position = 0
         try:
-            self._file = parquet.ParquetFile(source.path)
+            with limited_growth(_MOST_MEMORY):
+                self._file = Parquet(self._path) if source.kind is Kind.PARQUET else Arrow(self._path)
+        except MemoryError as error:
+            raise _too_large(source, error) from None
         except Exception as error:  # pyarrow raises many types
             todo = "copy the file again"
-            raise RequestError(Problem(source.name, "is not valid Parquet", str(error), todo)) from None
-        names = self._file.schema_arrow.names
-        if absent := [key for key in keys if key not in names]:
-            got = f"the columns {', '.join(names)}"
-            todo = "name columns of text with --json-keys"
-            raise RequestError([Problem(source.name, f"has no column {key!r}", got, todo) for key in absent])
-        self._columns = list(dict.fromkeys(keys))
-        self._done = 0
+            raise RequestError(Problem(source.name, f"is not valid {source.kind.title()}", str(error), todo)) from None
+        columns = {key: column_of(self._file.schema, key) for key in keys}
+        if absent := [key for key, column in columns.items() if column is None]:
+            got = f"the columns {', '.join(self._file.schema.names)}"
+            raise RequestError([_no_column(source, key, got) for key in absent])
+        self._columns = list(dict.fromkeys(cast("Iterable[str]", columns.values())))
         self.changed_ns = self._before.changed_ns
 
     def read(self, size: int) -> Iterator[bytes]:
         """Yields batches of rows of about ``size`` bytes together."""
-        rows, pending = max(self._file.metadata.num_rows, 1), self._uncompressed_bytes()
-        batch_size = max(1, min(256, size * rows // max(pending, 1)))
+        batches = self._file.batches(size, self._keys, self._columns)
         try:
-            for batch in self._file.iter_batches(batch_size=batch_size, columns=self._columns):
-                rows = batch.to_pylist()
-                # A value that JSON cannot represent becomes an object, which is not a text: the row is rejected.
-                yield b"".join(
-                    json.dumps(row, default=lambda value: {"value": repr(value)}).encode() + b"\n" for row in rows
-                )
-                self._done += len(rows)
+            while True:
+                with limited_growth(_MOST_MEMORY):
+                    found = next(batches, None)
+                    if found is None:
+                        return
+                    batch, share = found
+                    # A value that JSON cannot represent becomes an object, which is not a text: the row is rejected.
+                    rows = [json.dumps(row, default=value_in_json).encode() + b"\n" for row in batch.to_pylist()]
+                self._position = int(self._before.size * share)
+                yield b"".join(rows)
+        except MemoryError as error:
+            raise _too_large(self._source, error) from None
         except ValueError as error:  # pyarrow's for damaged pages, Python's for text that is not UTF-8
             raise OSError(str(error)) from error
 
-    def _uncompressed_bytes(self) -> int:
-        groups = map(self._file.metadata.row_group, range(self._file.metadata.num_row_groups))
-        return sum(group.total_byte_size for group in groups)
+    def _downloaded(self, url: str) -> Path:
+        """Returns a temporary copy, because tables are read at any place. It lives as long as this object."""
+        try:
+            self._copy = tempfile.NamedTemporaryFile(prefix="tridock-")  # noqa: SIM115  closes with this object
+            shutil.copyfileobj(RemoteFile(url), self._copy, 1 << 20)
+            self._copy.flush()
+        except OSError as error:
+            todo = "free some space there, or set TMPDIR"
+            raise RequestError(Problem(tempfile.gettempdir(), "cannot be written", reason_of(error), todo)) from None
+        return Path(self._copy.name)
 
     def position(self) -> int:
-        rows: int = self._file.metadata.num_rows
-        return self._source.bytes * self._done // max(rows, 1)
+        return self._position
 
-    def facts(self) -> Input:
+    def facts(self, _content: Digest) -> Input:
         digest = sha256_of(self._path)
         if Identity.of(self._path) != self._before:
             raise changed(self._source)
         return Input(name=self._source.file_name, bytes=self._before.size, sha256=digest)
+
+
+def _no_column(source: Source, key: str, got: str) -> Problem:
+    return Problem(source.name, f"has no column {key!r}", got, "name columns of text with --json-keys")
+
+
+def _too_large(source: Source, error: MemoryError) -> RequestError:
+    what, todo = f"needs more than {_MOST_MEMORY >> 30} GiB at once", "write it again, with smaller pages or batches"
+    return RequestError(Problem(source.name, what, str(error), todo))

@@ -2,65 +2,68 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tridock.data.tokenize.encoders import LONG_TEXT, Fast, can_be_cut, fast_or_reference, in_pieces
-from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
+from tridock.contracts.tokenizers import files_of, read_tokenizer, tokenizer_sha256
+from tridock.data.tokenize.tokenizer import END_OF_TEXT
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
-    from tridock.data.tokenize.encoders import Encoder, Ids
-
-CONFIG: Final = "tokenizer_config.json"
+    from tridock.data.tokenize.encoders import Ids
 
 
 class HuggingFaceTokenizer:
     """An encoder with transformers' ids, including special tokens in a text and those added around it.
 
-    A document ends with the ``eos_token`` of ``tokenizer_config.json``, or with ``<|endoftext|>``.
+    A document ends with the ``eos_token``, or with ``<|endoftext|>``, which also begins one if no token is declared.
     """
 
     name = "huggingface"
     always_closed = False
     accepts_special = True
 
-    def __init__(self, path: Path) -> None:
-        """Raises :class:`RequestError` if the tokenizer cannot be read, or defines no token that ends a document."""
+    def __init__(self, path: Path, needs_end: bool = True, around: bool = True) -> None:
+        """Without ``around`` no token is put around a text.
+
+        Raises :class:`RequestError` if the tokenizer cannot be read. Without a token that ends a document, too, or else
+        ``end_of_document`` is -1.
+        """
         from tokenizers import Tokenizer
 
-        file, config = files_of(path)
-        todo = f"name a folder with {TOKENIZER}, as transformers' save_pretrained writes it"
+        files, file = read_tokenizer(path), str(files_of(path)[0])
+        todo = "save the tokenizer again, with transformers' save_pretrained"
         try:
-            text = file.read_text(encoding="utf-8")
-            self._tokenizer: Any = Tokenizer.from_str(text)
-        except OSError as error:
-            got = error.strerror or str(error)
-            raise RequestError(Problem(str(file), "cannot be read as a tokenizer", got, todo)) from None
+            made = Tokenizer.from_file(file) if files.alone else Tokenizer.from_str(json.dumps(files.description))
+            self._tokenizer: Any = made
         except Exception as error:  # the library raises no narrower type
-            raise RequestError(Problem(str(file), "is not a tokenizer", str(error), todo)) from None
+            raise RequestError(Problem(file, "is not a tokenizer", str(error), todo)) from None
+        for token in files.description["added_tokens"]:
+            if (other := self._tokenizer.token_to_id(token["content"])) != token["id"]:
+                what = f"gives {json.dumps(token['content'])} the id {token['id']}, and Hugging Face's library another"
+                raise RequestError(Problem(file, what, str(other), todo))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        end = self._tokenizer.token_to_id(_end_of_document(config) or END_OF_TEXT)
-        if end is None:
-            todo = f"name the token that ends a document in {config}, as eos_token"
-            raise RequestError(Problem(str(file), f"has no token {END_OF_TEXT}, and no eos_token", "", todo))
-        self.end_of_document: int = end
+        ends = {"eos_token": END_OF_TEXT}
+        self.special = {**ends, **files.special} if files.special else {"bos_token": END_OF_TEXT, **ends}
+        end = self._tokenizer.token_to_id(self.special["eos_token"])
+        if end is None and needs_end:
+            todo = f"name the token that ends a document in {files_of(path)[1]}, as eos_token"
+            raise RequestError(Problem(file, f"has no token {END_OF_TEXT}, and no eos_token", "", todo))
+        self.end_of_document: int = -1 if end is None else end
+        self.begin: int | None = self._tokenizer.token_to_id(self.special.get("bos_token", ""))
         self.vocab_size: int = self._tokenizer.get_vocab_size()
-        self.largest_id: int = max(self._tokenizer.get_vocab().values())
-        self.sha256 = hashlib.sha256(f"{json.dumps(json.loads(text), sort_keys=True)} {end}".encode()).hexdigest()
-
-        self._cuts = can_be_cut(json.loads(self._tokenizer.to_str()), True)
+        self.largest_id: int = files.largest_id
+        self._adds = around
+        self.sha256 = tokenizer_sha256(files.description if around else {**files.description, "post_processor": None})
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        if self._cuts and any(len(text) > LONG_TEXT for text in texts):
-            return [self._encode_long(text) if len(text) > LONG_TEXT else self._encode([text])[0] for text in texts]
-        return self._encode(texts)
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._adds)
+        return [np.array(each.ids, np.uint32) for each in found]
 
     def ids_of(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -71,70 +74,13 @@ class HuggingFaceTokenizer:
         return text
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Returns the tokens before and behind every text; they do not depend on it."""
+        if not self._adds:
+            return [], []
         whole, inner = self._tokenizer.encode("a").ids, self.ids_of("a")
         before = next(start for start in range(len(whole)) if whole[start : start + len(inner)] == inner)
         return whole[:before], whole[before + len(inner) :]
-
-    def _encode(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(each.ids, np.uint32) for each in self._tokenizer.encode_batch_fast(list(texts))]
-
-    def _encode_long(self, text: str) -> Ids:
-        ids = in_pieces(text, lambda piece: np.array(self.ids_of(piece), np.uint32), self.vocab_size)
-        return _put_around(ids, *self.around())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; the bytes of an incomplete character become U+FFFD."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
-
-
-class _Fast(Fast):
-    """The fast encoder, with the tokens that the model puts around every text."""
-
-    def __init__(self, reference: HuggingFaceTokenizer, description: dict[str, Any], workers: int) -> None:
-        super().__init__(reference, description, workers)
-        self._before, self._behind = reference.around()
-
-    def encode(self, texts: Sequence[str]) -> list[Ids]:
-        found = super().encode(texts)
-        if not self._before and not self._behind:
-            return found
-        return [_put_around(ids, self._before, self._behind) for ids in found]
-
-
-def fastest_of(path: Path, workers: int = 1) -> tuple[Encoder, str]:
-    """Returns the encoder of a tokenizer like :func:`tridock.data.tokenize.encoders.fastest`."""
-    reference = HuggingFaceTokenizer(path)
-    return fast_or_reference(reference, lambda: _Fast(reference, json.loads(reference.to_json()), workers))
-
-
-def _put_around(ids: Ids, before: Sequence[int], behind: Sequence[int]) -> Ids:
-    return np.concatenate([before, ids, behind], dtype=ids.dtype, casting="unsafe")
-
-
-def files_of(path: Path) -> list[Path]:
-    """Returns the files that a tokenizer is read from; the second may be missing."""
-    folder = path if path.is_dir() else path.parent
-    return [path / TOKENIZER if path.is_dir() else path, folder / CONFIG]
-
-
-def _end_of_document(path: Path) -> str | None:
-    """Returns the ``eos_token`` of a ``tokenizer_config.json``; None without the file, or if it names none."""
-    todo = "correct the file, or remove it"
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RequestError(Problem(str(path), "cannot be read", error.strerror or str(error), todo)) from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(Problem(str(path), "is not valid JSON", str(error), todo)) from None
-    if not isinstance(config, dict):
-        raise RequestError(Problem(str(path), "is not a JSON object", json.dumps(config), todo))
-    token = config.get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if token is None or isinstance(token, str):
-        return token
-    raise RequestError(Problem(str(path), "has an eos_token that is not a text", json.dumps(token), todo))

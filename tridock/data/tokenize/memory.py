@@ -3,6 +3,9 @@
 import ctypes
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -30,6 +33,19 @@ def trim() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+@contextmanager
+def limited_growth(most: int) -> Iterator[None]:
+    """Raises MemoryError in the block if this process would need more than ``most`` bytes beyond what it has now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    now = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limits = [limit for limit in (soft, hard, now + most) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def resident() -> int:

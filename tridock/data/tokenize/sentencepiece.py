@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from tridock.data.tokenize.encoders import LONG_TEXT, joined
-from tridock.errors import Problem, RequestError
+from tridock.data.dataset.indexed_dataset import token_dtype
+from tridock.data.tokenize.encoders import LONG_TEXT
+from tridock.errors import Problem, RequestError, reason_of
 
 if TYPE_CHECKING:
     from tridock.data.tokenize.encoders import Ids
@@ -33,21 +34,20 @@ class SentencePieceTokenizer:
     always_closed = False
     accepts_special = False
 
-    def __init__(self, file: Path) -> None:
-        """Raises :class:`RequestError` if the file cannot be read, or has no end of sentence token."""
+    def __init__(self, file: Path, needs_end: bool = True) -> None:
+        """Raises :class:`RequestError` if the file cannot be read, or lacks an end of sentence token that is needed."""
         from sentencepiece import SentencePieceProcessor
 
-        todo = "name a model of SentencePiece, as spm_train writes it"
+        todo = "name a model of SentencePiece, as spm_train writes it (Llama 3's is for --tokenizer-type TikTokenizer)"
         try:
             content = file.read_bytes()
             self._model: Any = SentencePieceProcessor(model_proto=content)
         except OSError as error:
-            got = error.strerror or str(error)
-            raise RequestError(Problem(str(file), "cannot be read as a tokenizer", got, todo)) from None
+            raise RequestError(Problem(str(file), "cannot be read as a tokenizer", reason_of(error), todo)) from None
         except RuntimeError:  # its message names a line of the library's source
             raise RequestError(Problem(str(file), "is not a model of SentencePiece", "", todo)) from None
         self.end_of_document: int = self._model.eos_id()
-        if self.end_of_document < 0:
+        if self.end_of_document < 0 and needs_end:
             todo = "train it with one: spm_train --eos_id=2"
             raise RequestError(Problem(str(file), "has no end of sentence token", "", todo))
         self.vocab_size: int = self._model.get_piece_size()
@@ -57,12 +57,12 @@ class SentencePieceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         if self._space_at_cut is not None and any(len(text) > LONG_TEXT for text in texts):
-            return [joined(map(self._encode_one, self._pieces(text)), self.vocab_size) for text in texts]
+            return [np.concatenate([*map(self._encode_one, self._pieces(text))]) for text in texts]
         # By default each worker would start as many threads as the machine has cores.
         return [np.array(ids, np.uint32) for ids in self._model.encode(list(texts), out_type=int, num_threads=1)]
 
     def _encode_one(self, piece: str) -> Ids:
-        return np.array(self._model.encode(piece, out_type=int), np.uint32)
+        return np.array(self._model.encode(piece, out_type=int), token_dtype(self.vocab_size))
 
     def _pieces(self, text: str) -> Iterator[str]:
         """Cuts a long text between two words."""

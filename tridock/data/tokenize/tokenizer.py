@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from tridock.contracts.partials import partial_folder
 from tridock.contracts.run_folder import write_atomic
+from tridock.contracts.tokenizers import GPT2_FILES, TOKENIZER, gpt2_merges, tokenizer_sha256
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT: Final = "<|endoftext|>"
-TOKENIZER: Final = "tokenizer.json"
-TOKENIZER_FILES: Final = ("vocab.json", "merges.txt", TOKENIZER)
+TOKENIZER_FILES: Final = (*GPT2_FILES, TOKENIZER)
 """Files that ``BytePairTokenizer.save`` writes."""
 SMALLEST_VOCABULARY: Final = 257
 """256 bytes and the end-of-text token."""
@@ -61,7 +58,7 @@ class BytePairTokenizer:
     def accept_special(self) -> None:
         """Reads special tokens in texts as tokens, as today's Megatron does."""
         added = self._tokenizer.get_added_tokens_decoder().values()
-        if END_OF_TEXT not in {token.content for token in added}:
+        if self.end_of_text >= 0 and END_OF_TEXT not in {token.content for token in added}:
             self._tokenizer.add_special_tokens([END_OF_TEXT])
         self._tokenizer.encode_special_tokens = False
 
@@ -101,7 +98,7 @@ class BytePairTokenizer:
         return cls(Tokenizer.from_str(text))
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path, needs_end: bool = True) -> Self:
         """Reads a ``tokenizer.json``, or the one in a folder."""
         file = path / TOKENIZER if path.is_dir() else path
         todo = "give a tokenizer.json, or a folder that `save` wrote"
@@ -110,12 +107,12 @@ class BytePairTokenizer:
             tokenizer = cls.from_json(text)
         except Exception as error:  # the library raises no narrower type
             raise RequestError(Problem(str(file), "is not a tokenizer", str(error), todo)) from None
-        if tokenizer._tokenizer.token_to_id(END_OF_TEXT) is None:
+        if needs_end and tokenizer.end_of_text < 0:
             raise RequestError(Problem(str(file), f"has no token {END_OF_TEXT}", "", "use one that has it"))
         return tokenizer
 
     @classmethod
-    def from_gpt2(cls, vocab_file: Path, merge_file: Path) -> Self:
+    def from_gpt2(cls, vocab_file: Path, merge_file: Path, needs_end: bool = True) -> Self:
         """Reads GPT-2's two files as Megatron's ``GPT2BPETokenizer`` does.
 
         Megatron ignores the first line of the merges, and everything after the last newline. Raises
@@ -130,13 +127,12 @@ class BytePairTokenizer:
             raise RequestError(
                 Problem(str(vocab_file), what, f"none for {missing[0]!r}", "use a byte-level vocabulary")
             )
-        if END_OF_TEXT not in vocab:
+        if needs_end and END_OF_TEXT not in vocab:
             raise RequestError(Problem(str(vocab_file), f"has no token {END_OF_TEXT}", "", "use one that has it"))
-        lines = _text_of(merge_file, "give GPT-2's merges.txt").split("\n")[1:-1]
-        merges: list[Any] = [tuple(line.split()) for line in lines]
+        merges: list[Any] = [tuple(merge) for merge in gpt2_merges(_text_of(merge_file, "give GPT-2's merges.txt"))]
         wrong = [number for number, merge in enumerate(merges, start=2) if len(merge) != 2]
         if wrong:
-            what, got = "is not two tokens", repr(lines[wrong[0] - 2])
+            what, got = "is not two tokens", repr(" ".join(merges[wrong[0] - 2]))
             raise RequestError(Problem(f"{merge_file}:{wrong[0]}", what, got, "use the merges.txt of this vocabulary"))
         try:
             tokenizer = Tokenizer(models.BPE(vocab, merges))
@@ -157,8 +153,7 @@ class BytePairTokenizer:
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
         # The folder may be the current one, and its parent may be read-only: stage the files inside it.
         place = folder if folder.exists() else folder.parent
-        partial = place / f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.part"
-        try:
+        with partial_folder(place / folder.name) as partial:
             write_atomic(partial / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
             write_atomic(partial / "merges.txt", "\n".join(["#version: 0.2", *merges, ""]).encode())
             write_atomic(partial / TOKENIZER, text.encode())
@@ -167,8 +162,6 @@ class BytePairTokenizer:
                     file.replace(folder / file.name)
             else:
                 partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     @property
     def vocab_size(self) -> int:
@@ -185,27 +178,14 @@ class BytePairTokenizer:
 
     @property
     def end_of_text(self) -> int:
+        """Id of the token that ends a document; -1 without one."""
         token = self._tokenizer.token_to_id(END_OF_TEXT)
-        assert token is not None  # train() and load() ensure it
-        return token
-
-    def describe(self) -> dict[str, Any]:
-        """Returns ``to_json`` as a dictionary. Takes 0.1 s for a large vocabulary."""
-        description: dict[str, Any] = json.loads(self.to_json())
-        return description
+        return -1 if token is None else token
 
     @property
     def sha256(self) -> str:
         """SHA-256 of everything that ids depend on: GPT-2's two files and an equivalent ``tokenizer.json`` agree."""
-        return self.sha256_of(self.describe())
-
-    def sha256_of(self, description: dict[str, Any]) -> str:
-        """Returns ``sha256`` for the output of ``describe``."""
-        # Special tokens are plain text here, and no token is added to a text. "" and null are equivalent.
-        added = [token for token in description["added_tokens"] if not token["special"]]
-        model = {name: value for name, value in description["model"].items() if value}
-        content = [added, model, description["normalizer"], description["pre_tokenizer"], self.end_of_text]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return tokenizer_sha256({**json.loads(self.to_json()), "post_processor": None})  # no token is added to a text
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without an end-of-text token."""
@@ -222,12 +202,14 @@ class BytePairTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def open_tokenizer(vocab_file: Path, merge_file: Path | None) -> BytePairTokenizer:
-    """Opens GPT-2's two files, or a ``tokenizer.json`` given as ``vocab_file``."""
+def open_tokenizer(vocab_file: Path, merge_file: Path | None, needs_end: bool = True) -> BytePairTokenizer:
+    """Opens GPT-2's two files, or a ``tokenizer.json`` given as ``vocab_file``, or a folder with either."""
+    if merge_file is None and vocab_file.is_dir() and not (vocab_file / TOKENIZER).exists():
+        vocab_file, merge_file = (vocab_file / name for name in GPT2_FILES)
     if merge_file is not None:
-        return BytePairTokenizer.from_gpt2(vocab_file, merge_file)
+        return BytePairTokenizer.from_gpt2(vocab_file, merge_file, needs_end)
     if _is_tokenizer_json(vocab_file):
-        return BytePairTokenizer.load(vocab_file)
+        return BytePairTokenizer.load(vocab_file, needs_end)
     todo = "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file"
     raise RequestError(Problem("--merge-file", "is required with GPT2BPETokenizer", "", todo))
 
@@ -242,10 +224,8 @@ def _is_tokenizer_json(path: Path) -> bool:
 def read_vocabulary(path: Path) -> dict[str, int]:
     """Reads a ``vocab.json``, an object from token to id. Raises :class:`RequestError` for anything else."""
     todo = 'give a vocab.json: {"token": id, …}, each id once'
-    try:
+    with RequestError.in_place_of(ValueError, path, "is not valid JSON", todo):
         vocab = json.loads(_text_of(path, todo))
-    except ValueError as error:
-        raise RequestError(Problem(str(path), "is not valid JSON", str(error), todo)) from None
     ids = list(vocab.values()) if isinstance(vocab, dict) else [None]
     wrong = next((value for value in ids if type(value) is not int or not 0 <= value < 2**31), None)
     if not isinstance(vocab, dict) or wrong is not None:

@@ -1,21 +1,19 @@
 """``tridock data train-tokenizer``: trains a byte-level BPE on the texts that ``preprocess`` would read."""
 
-from __future__ import annotations
-
-import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from tridock.data.input.documents import Rejection, parse, remedy
+from tridock.contracts.partials import partial_folder
+from tridock.data.input.documents import Rejection, check_share, form_of, parse
 from tridock.data.input.sources import Chunk, Source, read_chunks
 from tridock.data.preprocess import CHUNK_BYTES
 from tridock.data.progress import Done, Progress
 from tridock.data.tokenize.learner import learn
 from tridock.data.tokenize.tokenizer import TOKENIZER_FILES
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +25,7 @@ class Request:
     vocab_size: int
     output: Path
     rejects: Path | None = None
+    max_rejects: float = 1
 
     @property
     def outputs(self) -> list[tuple[str, Path]]:
@@ -46,6 +45,7 @@ class Trained:
     documents: int = 0
     rejected: int = 0
     bytes: int = 0
+    example: Problem | None = None
 
     def __str__(self) -> str:
         fewer = f" ({self.wanted:,} requested: the texts have no more)" if self.vocab_size < self.wanted else ""
@@ -64,78 +64,62 @@ def train_tokenizer(
     an invalid line, unless they are skipped; nothing is written then.
     """
     done = Trained(request.output, wanted=request.vocab_size)
-    rejects = _Rejects(request.rejects)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(rejects)
-            texts = _texts(request, done, rejects, progress, report)
-            tokenizer = learn(texts, request.vocab_size)
+        with _rejects_file(request.rejects) as rejects:
+            tokenizer = learn(_texts(request, done, rejects, progress, report), request.vocab_size)
             tokenizer.save(request.output)
-            rejects.publish()
     except OSError as error:
-        todo, got = "free some space there, or choose another --output", error.strerror or str(error)
+        todo, got = "free some space there, or choose another --output", reason_of(error)
         raise RequestError(Problem(str(request.output), "cannot be written", got, todo)) from None
     done.vocab_size = tokenizer.vocab_size
     return done
 
 
+@contextmanager
+def _rejects_file(path: Path | None) -> Iterator[BinaryIO | None]:
+    """Opens the file for rejected lines, which gets its name at the end of the block; None without a path."""
+    if path is None:
+        yield None
+        return
+    with partial_folder(path) as folder:
+        with (folder / path.name).open("xb") as file:
+            yield file
+        (folder / path.name).replace(path)
+
+
 def _texts(
-    request: Request, done: Trained, rejects: _Rejects, progress: Progress | None, report: Callable[[str], None]
+    request: Request, done: Trained, rejects: BinaryIO | None, progress: Progress | None, report: Callable[[str], None]
 ) -> Iterator[str]:
+    """Yields the texts; writes rejected lines to ``rejects``, without which one is an error."""
     total = 0 if any(source.path is None for source in request.sources) else sum(s.bytes for s in request.sources)
     before = 0
     for number, source in enumerate(request.sources):
         for chunk in read_chunks(number, source, request.keys, CHUNK_BYTES):
             if chunk.broken is not None:
-                rejects.add(chunk, Rejection(0, chunk.broken.what, chunk.broken.got, chunk.data), chunk.broken)
-                done.rejected += 1
+                cut_off = Rejection(0, chunk.broken.what, chunk.broken.got, chunk.data)
+                _reject(chunk, cut_off, chunk.broken, done, rejects)
             else:
                 yield from _documents(request, chunk, done, rejects)
             done.bytes = before + (chunk.finished.bytes if chunk.finished else chunk.position)
             if progress is not None:
                 progress(Done(done.bytes, total, done.documents, 0))
         before = done.bytes
+    check_share(done.documents + done.rejected, done.rejected, request.max_rejects, done.example)
     if not done.documents:
         raise RequestError(Problem("--input", "contains no document", "", "give texts to train on"))
     report(f"read {done.documents:,} documents; training the tokenizer")
 
 
-def _documents(request: Request, chunk: Chunk, done: Trained, rejects: _Rejects) -> list[str]:
-    found = parse(chunk.data, request.keys, chunk.source.kind)
+def _documents(request: Request, chunk: Chunk, done: Trained, rejects: BinaryIO | None) -> list[str]:
+    found, form = parse(chunk.data, request.keys, chunk.source.kind), form_of(request.keys, chunk.source.kind)
     for rejection in found.rejected_lines:
-        todo = remedy(request.keys, chunk.source.kind)
-        rejects.add(chunk, rejection, rejection.problem(chunk.source.name, chunk.first_line, todo))
-    done.rejected += len(found.rejected_lines)
+        _reject(chunk, rejection, rejection.problem(chunk.source.name, chunk.first_line, form), done, rejects)
     done.documents += len(found.counts[0])
     return [text for texts in found.texts for text in texts]
 
 
-class _Rejects:
-    """A context manager that writes rejected lines to a file; without a file, a rejected line is an error."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        if path is not None:
-            self._partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-
-    def __enter__(self) -> _Rejects:
-        if self._path is not None:
-            self._file = self._partial.open("xb")
-        return self
-
-    def add(self, chunk: Chunk, rejection: Rejection, problem: Problem) -> None:
-        """Writes the line, or raises :class:`RequestError`."""
-        if self._file is None:
-            raise RequestError(problem)
-        self._file.write(rejection.record(chunk.source.name, chunk.first_line))
-
-    def publish(self) -> None:
-        if self._path is not None and self._file is not None:
-            self._file.close()
-            self._partial.replace(self._path)
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
+def _reject(chunk: Chunk, rejection: Rejection, problem: Problem, done: Trained, rejects: BinaryIO | None) -> None:
+    if rejects is None:
+        raise RequestError(problem)
+    rejects.write(rejection.record(chunk.source.name, chunk.first_line))
+    done.rejected, done.example = done.rejected + 1, done.example or problem

@@ -47,12 +47,12 @@ class Null:
     name = "null"
     always_closed = False
     accepts_special = False
+    sha256 = ""
 
     def __init__(self, vocab_size: int, end_of_document: int | None = None) -> None:
         """``end_of_document`` defaults to the last id."""
         self.vocab_size, self.largest_id = vocab_size, vocab_size - 1
         self.end_of_document = self.largest_id if end_of_document is None else end_of_document
-        self.sha256 = hashlib.sha256(f"null {vocab_size} {self.end_of_document}".encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         return [self._ids(text) for text in texts]

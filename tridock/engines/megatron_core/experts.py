@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 from itertools import product
 
-from tridock.engines.engine import Choice
 from tridock.engines.fields import MIXTURE, as_yaml
+from tridock.engines.rules import Choice
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.split import around, divisors, either, nearest_divisors, nearest_multiples
+from tridock.layout.split import around, divisors, either, must_divide, nearest_multiples
 
 
 def problems(experiment: Experiment) -> Iterator[Problem]:
@@ -28,9 +28,8 @@ def rank_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * replicas
     tensor, size = parallel.expert_tensor_size, parallel.expert_model_parallel_size
     if ranks % tensor:
-        near = nearest_divisors(ranks, tensor)
-        what, todo = f"must divide the {ranks} ranks of a pipeline stage", f"use {either(near)}"
-        yield Problem("parallel.expert_tensor_parallel_size", what, str(tensor), todo, near)
+        named = f"the {ranks} ranks of a pipeline stage"
+        yield must_divide("parallel.expert_tensor_parallel_size", tensor, ranks, named)
     elif ranks % (tensor * size):
         near = around([one for one in divisors(ranks // tensor) if count % one == 0], size)
         of = f"{ranks // tensor} of the " if tensor > 1 else ""
@@ -63,14 +62,15 @@ def _size_problems(experiment: Experiment, count: int) -> Iterator[Problem]:
     if model.moe_router_topk > count:
         what, todo = f"must be at most num_moe_experts {count}", f"use {count} or fewer"
         yield Problem("model.moe_router_topk", what, str(model.moe_router_topk), todo, (count,))
+    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
+        what = "moe_router_topk 1 needs it: the softmax of one score is 1, and its router would not learn"
+        yield Problem("model.moe_router_pre_softmax", what, "false", "set it to true, or use 2 experts", ("true",))
     if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
         what = "moe_router_load_balancing_type none has no such loss"
         yield Problem("model.moe_aux_loss_coeff", what, f"{model.moe_aux_loss_coeff:g}", "leave it out", ("0.0",))
     size, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_size
     if count % size:
-        near = nearest_divisors(count, size)
-        what, todo = f"must divide num_moe_experts {count}", f"use {either(near)}"
-        yield Problem("parallel.expert_model_parallel_size", what, str(size), todo, near)
+        yield must_divide("parallel.expert_model_parallel_size", size, count, f"num_moe_experts {count}")
     shared, ranks = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
     if shared is not None and shared % ranks:
         near = nearest_multiples(ranks, shared)
@@ -80,9 +80,8 @@ def _size_problems(experiment: Experiment, count: int) -> Iterator[Problem]:
         what = "needs model.moe_shared_expert_intermediate_size"
         yield Problem("model.moe_shared_expert_gate", what, "true", "set it, or leave this out", ("false",))
     if model.expert_size % tensor:
-        near = nearest_divisors(math.gcd(model.expert_size, parallel.tensor_model_parallel_size) or 1, tensor)
-        what, todo = f"must divide the experts' width {model.expert_size}", f"use {either(near)}"
-        yield Problem("parallel.expert_tensor_parallel_size", what, str(tensor), todo, near)
+        whole, named = math.gcd(model.expert_size, ranks) or 1, f"the experts' width {model.expert_size}"
+        yield must_divide("parallel.expert_tensor_parallel_size", tensor, whole, named)
 
 
 def _layout_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from tridock.engines.megatron_core.transformer_engine import TE, WORKSPACE_BYTES
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
-from tridock.layout.shape import FORMAT_BYTES, OVERLAP, Shape, Term, tokens_of
+from tridock.layout.shape import FORMAT_BYTES, OVERLAP, LayoutShape, Term, tokens_of
 
 FIELD: Final = "parallel.tp_comm_overlap"
 WITHOUT_MULTICAST: Final = "UB_SKIPMC"
@@ -86,7 +86,7 @@ def buffer_shape(experiment: Experiment) -> tuple[int, int]:
     return tokens_of(experiment), experiment.model.hidden_size
 
 
-def is_planned(experiment: Experiment, shape: Shape) -> bool:
+def is_planned(experiment: Experiment, shape: LayoutShape) -> bool:
     """Returns whether the plan counts on it."""
     return is_possible(experiment, shape.slots) and (shape.has_multicast or bool(experiment.parallel.tp_comm_overlap))
 

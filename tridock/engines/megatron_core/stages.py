@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
-from tridock.engines.engine import Choice
+from tridock.engines.rules import Choice
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.experiment.flops import head_flops_per_token, layer_flops_per_token
+from tridock.experiment.parameters import head_flops_per_token, layer_flops_per_token
 from tridock.layout.shape import layers_of_stage, unlike_stages, vocab_size
-from tridock.layout.split import around, divisors, either, nearest_divisors, nearest_multiple
+from tridock.layout.split import around, divisors, either, must_divide, nearest_multiple
 
 FIRST: Final = "parallel.decoder_first_pipeline_num_layers"
 LAST: Final = "parallel.decoder_last_pipeline_num_layers"
@@ -36,11 +36,9 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
     elif own:
         yield from _unequal(own, layers, stages)
     elif layers % stages:
-        near = nearest_divisors(layers, stages)
         fitting = nearest_multiple(stages * parallel.virtual_pipeline_model_parallel_size, layers)
-        todo = f"use {either(near)}, or num_layers {fitting}"
-        where, what = "parallel.pipeline_model_parallel_size", f"must divide num_layers {layers}"
-        yield Problem(where, what, str(stages), todo, near)
+        where, more = "parallel.pipeline_model_parallel_size", f", or num_layers {fitting}"
+        yield must_divide(where, stages, layers, f"num_layers {layers}", more)
 
 
 def virtual_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -60,9 +58,7 @@ def virtual_problems(experiment: Experiment) -> Iterator[Problem]:
         what = "megatron-core derives it from the first stage's if it interleaves two stages"
         yield Problem(LAST, what, str(own[LAST]), "leave it out", ("null",))
     elif (common := math.gcd(*layers_of_stages(experiment))) % virtual:
-        near = nearest_divisors(common, virtual)
-        what = f"must divide {of_a_stage(layers_of_stages(experiment))}"
-        yield Problem(VIRTUAL, what, str(virtual), f"use {either(near)}", near)
+        yield must_divide(VIRTUAL, virtual, common, of_a_stage(layers_of_stages(experiment)))
 
 
 def layers_of_stages(experiment: Experiment) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Final
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.experiment.weights import layer_matrices, layer_weights, mlp_weights
+from tridock.experiment.parameters import layer_matrices, layer_weights, mlp_weights
 from tridock.gpus import Gpu
 from tridock.layout.activations import Sizes, norm_bytes
 from tridock.layout.shape import FORMAT_BYTES, Device, Term, layers_of_stage

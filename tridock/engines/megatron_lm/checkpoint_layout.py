@@ -1,4 +1,4 @@
-"""The layout of a checkpoint of Megatron-LM v1.1.5."""
+"""The layout of a checkpoint of Megatron-LM v1.1.5, and the training that it is from."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -6,7 +6,10 @@ from typing import Any, Self
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
+from tridock.experiment.training import training_fields, training_problems
 
+TRAINING = "training"
+"""The key of the file beside the checkpoint under which :func:`training_fields` are."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -46,14 +49,12 @@ class CheckpointLayout:
         return "TP{} PP{} DP{}, ".format(*sizes) + strategy
 
 
-def checkpoint_problems(
-    experiment: Experiment, data_parallel_size: int, written: Mapping[str, Any] | None
-) -> Iterator[Problem]:
-    """Yields layout differences. ``written`` is the layout beside the checkpoint of ``train.load``.
+def checkpoint_problems(experiment: Experiment, data_parallel_size: int, written: object) -> Iterator[Problem]:
+    """Yields differences in layout and training. ``written`` is what the checkpoint of ``train.load`` says.
 
     Without one (upstream's own checkpoints) the layout is unknown until the ranks read the checkpoint.
     """
-    if not isinstance(written, Mapping):
+    if not isinstance(written, Mapping) or _SHAPE[0] not in written:
         return
     ours = CheckpointLayout.of(experiment, data_parallel_size)
     # Fields that another release's file leaves out count as equal.
@@ -67,3 +68,8 @@ def checkpoint_problems(
         what = f"was written with {theirs}, and Megatron v1.1.5 loads a checkpoint on no other layout"
         todo = "go back to that layout, or use engine megatron-core, whose checkpoints load on any"
         yield Problem("train.load", what, f"{ours} here", todo)
+    if isinstance(saved := written.get(TRAINING), Mapping):
+        train = experiment.train
+        # Upstream, and DeepSpeed, load the loss scaler.
+        fixed = ("precision", "fp16.")
+        yield from training_problems(train.load, saved, training_fields(experiment), train.override_checkpoint, fixed)

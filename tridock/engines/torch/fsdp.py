@@ -13,8 +13,8 @@ from tridock.experiment import Experiment
 from tridock.layout.activations import Sizes, backward_bytes, kept_bytes
 from tridock.layout.shape import (
     FORMAT_BYTES,
+    LayoutShape,
     Parameters,
-    Shape,
     in_flight,
     layer_parameters,
     layers_of_stage,
@@ -27,8 +27,7 @@ _SUM_BYTES: Final = 4
 def is_sharded(experiment: Experiment) -> bool:
     """Returns whether FSDP2, tensor parallelism or a pipeline partitions the model or its states."""
     parallel = experiment.parallel
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    return split or parallel.strategy == "fsdp"
+    return parallel.splits_model or parallel.strategy == "fsdp"
 
 
 def shards_of(experiment: Experiment, replicas: int) -> int:
@@ -44,7 +43,7 @@ def scatters_each(experiment: Experiment, replicas: int) -> bool:
 
 
 def accumulation_peak(
-    experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes, head: float
+    experiment: Experiment, stage: int, shape: LayoutShape, weights: Parameters, sizes: Sizes, head: float
 ) -> float:
     """Returns the peak bytes of accumulated gradients, beyond the rank's memory when its first backward pass begins.
     ``head``: bytes of that memory that only the loss takes, and not the layers' backward passes."""
@@ -113,7 +112,7 @@ def _sent_bytes(experiment: Experiment, stage: int, done: int, sizes: Sizes) -> 
     return (outputs + sum(stage > 0 or one > 0 for one in finished)) * sizes.between
 
 
-def scatter_peak(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:
+def scatter_peak(experiment: Experiment, stage: int, shape: LayoutShape, weights: Parameters, sizes: Sizes) -> float:
     """Returns the peak bytes while gradients are scatter_peak, without the gathered embeddings."""
     layer = layer_parameters(experiment)
     short, outside_layers = FORMAT_BYTES[experiment.precision], weights.total - weights.layers

@@ -1,18 +1,14 @@
 """The command that starts all ranks of a job from its first node, with arguments quoted for bash. Pure."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tridock.contracts import environment, run_folder
 from tridock.contracts.devices import VISIBLE
 from tridock.launchers.deepspeed import for_pdsh
-
-if TYPE_CHECKING:  # request.py imports this module
-    from tridock.launchers.slurm.request import Request
+from tridock.launchers.slurm.request import Request
 
 RUN = '"$RUN"'
 """The run's folder as a variable of the script."""
@@ -49,8 +45,6 @@ Line = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankLauncher:
-    """How the script's command starts the ranks."""
-
     lines: Callable[[Request, Sequence[str]], list[Line]]
     """Returns the command's lines, given ``module *arguments``."""
     task_per_rank: bool = False
@@ -65,8 +59,6 @@ class RankLauncher:
 
 @dataclass(frozen=True, slots=True)
 class ContainerKind:
-    """What runs the ranks' container."""
-
     srun_options: Callable[[Request], Line] = lambda _: ()
     lines: Callable[[Request, Sequence[str]], list[Line]] = lambda _request, _env: []
     """Returns the arguments between srun and the container's command; its second argument names variables to pass."""
@@ -83,6 +75,11 @@ def launch_lines(request: Request, program: Sequence[str], env: Sequence[str]) -
     if not launcher.inside_step:
         return ranks
     return [_srun(request, launcher), *CONTAINERS[request.container.kind].lines(request, env), *ranks]
+
+
+def tasks_per_node(request: Request) -> int:
+    """Slurm's tasks per node: one that starts the node's ranks, or one per rank."""
+    return request.ranks_per_node if RANK_LAUNCHERS[request.launcher].task_per_rank else 1
 
 
 def starts_over_ssh(argv: Sequence[str]) -> bool:
@@ -155,10 +152,6 @@ CONTAINERS: Final[Mapping[str, ContainerKind]] = {
 """Container kinds by a request's ``container.kind``."""
 
 
-def _task_per_rank(_request: Request, program: Sequence[str]) -> list[Line]:
-    return [("python", "-u", "-m", *program)]
-
-
 def _torchrun(request: Request, program: Sequence[str]) -> list[Line]:
     # Only the task knows its own number.
     first = ("bash", "-c", """'exec torchrun --node-rank="$SLURM_NODEID" "$@"'""", "torchrun")
@@ -206,7 +199,7 @@ OWN_PROGRAM: Final = "program"
 MPIRUN: Final = "mpirun"
 RANK_LAUNCHERS: Final[Mapping[str, RankLauncher]] = {
     "torchrun": RankLauncher(_torchrun),
-    "srun": RankLauncher(_task_per_rank, task_per_rank=True),
+    "srun": RankLauncher(lambda _, program: [("python", "-u", "-m", *program)], task_per_rank=True),
     "deepspeed": RankLauncher(_deepspeed),
     "deepspeed-slurm": RankLauncher(_deepspeed_slurm, task_per_rank=True, inside_step=False),
     "deepspeed-pdsh": RankLauncher(_deepspeed_pdsh, inside_step=False, quote=for_pdsh),
@@ -214,5 +207,4 @@ RANK_LAUNCHERS: Final[Mapping[str, RankLauncher]] = {
     MPIRUN: RankLauncher(_mpirun, task_per_rank=True, inside_step=False),
 }
 """Rank launchers by a request's ``launcher``. The last two are for your own programs: one runs a script on every node;
-the other creates only the tasks for mpirun, which starts its ranks by srun from the first node.
-"""
+the other creates only the tasks for mpirun, which starts its ranks by srun from the first node."""

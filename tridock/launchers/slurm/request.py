@@ -1,28 +1,32 @@
 """A job's request to Slurm: a site profile (``configs/slurm/*.yaml``), overridden by the command line."""
 
 import re
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from tridock.cluster.schema import Line, Lines
 from tridock.contracts.limits import MOST_RANKS, MOST_SLOTS
-from tridock.errors import Problem, RequestError
-from tridock.gpus import find_gpu
-from tridock.launchers.slurm.ranks import CONTAINERS, RANK_LAUNCHERS
-from tridock.strict_yaml import EnvName, EnvValue, Positive, Section, validated
-from tridock.yaml_text import parse_yaml
+from tridock.strict_yaml import EnvName, EnvValue, Positive, Section
 
 # The value of "#SBATCH --option=" ends at a space, and no shell parses it.
 Plain = Annotated[str, StringConstraints(pattern=r"^[^\s\x00]+$")]
-Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")]
+
+
+def _time(text: str) -> str:
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return "0"  # Slurm's number for it
+    if not re.fullmatch("([0-9]+-)?[0-9]+(:[0-9]+){0,2}", text):
+        raise ValueError("is not a time limit: 90 (minutes), 1:30:00, 2-12 (days-hours), 2-12:30:00 or UNLIMITED")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_time)]
 Memory = Annotated[str, StringConstraints(pattern=r"^[0-9]+[KMGT]?$")]
 
 RankLauncherName = Literal["torchrun", "srun", "deepspeed", "deepspeed-slurm", "deepspeed-pdsh"]
 Kind = Literal["none", "apptainer", "pyxis", "docker"]
 
-_MOUNT: Final = re.compile(r"/[^:,]*(:/[^:,]+(:(ro|rw))?)?")
 _SECONDS: Final = (86400, 3600, 60, 1)
 
 
@@ -103,7 +107,7 @@ class Request(Section):
 
     @property
     def ranks_per_node(self) -> int:
-        """``gpus_per_node`` of a request validated by :func:`make_request`."""
+        """``gpus_per_node`` of a request that :func:`~tridock.launchers.slurm.profile.make_request` has validated."""
         assert self.gpus_per_node is not None
         return self.gpus_per_node
 
@@ -111,27 +115,6 @@ class Request(Section):
     def slots(self) -> dict[str, range]:
         """The slots that the plan assumes before Slurm has named the nodes."""
         return {f"node-{number}": range(self.ranks_per_node) for number in range(self.nodes)}
-
-
-def make_request(text: str, source: str, changes: Mapping[str, object]) -> Request:
-    """Parses a profile (YAML; empty for none) and applies the command line's fields, keyed by dotted names.
-
-    Raises :class:`RequestError` with every problem.
-    """
-    fields = dict(parse_yaml(text, source))
-    for dotted, value in changes.items():
-        section, _, field = dotted.partition(".")
-        given = fields.get(section)
-        fields[section] = {**(given if isinstance(given, Mapping) else {}), field: value} if field else value
-    request = validated(Request, fields, source)
-    if problems := list(_unusable(request, source)):
-        raise RequestError(problems)
-    return request
-
-
-def tasks_per_node(request: Request) -> int:
-    """Slurm's tasks per node: one that starts the node's ranks, or one per rank."""
-    return request.ranks_per_node if RANK_LAUNCHERS[request.launcher].task_per_rank else 1
 
 
 def seconds_of(time: str) -> int:
@@ -145,45 +128,3 @@ def seconds_of(time: str) -> int:
     else:  # minutes[:seconds]
         places = [0, 0, *numbers]
     return sum(number * unit for number, unit in zip(places, _SECONDS, strict=False))
-
-
-def _unusable(request: Request, source: str) -> Iterator[Problem]:
-    container = request.container
-    if request.gpus_per_node is None:
-        yield Problem(f"{source}: gpus_per_node", "is missing", "", "add it, or give --gpus-per-node")
-    elif request.nodes * request.gpus_per_node > MOST_RANKS:
-        got = f"{request.nodes * request.gpus_per_node:,}"
-        yield Problem(f"{source}: nodes", f"have more ranks than the {MOST_RANKS:,} of a run", got, "ask for fewer")
-    elif request.cpus_per_node is not None and request.cpus_per_node < tasks_per_node(request):
-        todo = f"give at least {tasks_per_node(request)}, one a task"
-        yield Problem(f"{source}: cpus_per_node", "is less than a CPU a task", str(request.cpus_per_node), todo)
-    needs_image = CONTAINERS[container.kind].needs_image
-    if needs_image and container.image is None:
-        yield Problem(
-            f"{source}: container.image", "is missing", "", f"name the image for {container.kind}, or --image"
-        )
-    if needs_image and not RANK_LAUNCHERS[request.launcher].inside_step:
-        todo = "use torchrun, srun or deepspeed, which start inside of it"
-        what = f"starts the ranks from the first node, and cannot from within {container.kind}"
-        yield Problem(f"{source}: launcher", what, request.launcher, todo)
-    for mount in container.mounts:
-        if not _MOUNT.fullmatch(mount):
-            yield Problem(
-                f"{source}: container.mounts", "is not a mount", repr(mount), "write /source, /source:/target or …:ro"
-            )
-    if request.time is not None and 0 < seconds_of(request.time) <= request.signal_lead:
-        got, todo = f"{request.signal_lead} s", "lower signal_lead, or ask for more time"
-        yield Problem(f"{source}: signal_lead", f"is no less than the time, {request.time}", got, todo)
-    for option in (*request.sbatch, *request.srun):
-        if not option.startswith("-"):
-            field = "sbatch" if option in request.sbatch else "srun"
-            yield Problem(f"{source}: {field}", "is not an option", repr(option), "write --name or --name=value")
-    for name in request.env:
-        if name.startswith(("TRIDOCK_", "SLURM_")):
-            todo = "choose another name"
-            yield Problem(f"{source}: env.{name}", "is reserved for Tridock or Slurm", repr(request.env[name]), todo)
-    if request.gpu is not None:
-        try:
-            find_gpu(request.gpu, f"{source}: gpu")
-        except RequestError as error:
-            yield from error.problems

@@ -4,38 +4,24 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from tridock.contracts import run_folder
 from tridock.contracts.run_folder import RENDEZVOUS_PORTS as PORTS
-from tridock.engines import rank_program
-from tridock.experiment import Experiment
-from tridock.experiment.command import CommandExperiment
-from tridock.launchers.slurm.ranks import RANK_LAUNCHERS, RUN, launch_lines
-from tridock.launchers.slurm.request import Request, tasks_per_node
-from tridock.plan import Assessment
+from tridock.launchers.run import Run
+from tridock.launchers.slurm.ranks import RANK_LAUNCHERS, RUN, launch_lines, tasks_per_node
+from tridock.launchers.slurm.request import Request
 
 PROGRAM: Final = "program"
 """The file in a job array run's folder with its ranks' module and arguments, one word per line."""
 _NUMBER = {True: "%A_%a", False: "%j"}
 
 
-class Element(Protocol):
-    """One run, of a job or of one task of a job array. Only your own program has no assessment."""
-
-    @property
-    def experiment(self) -> Experiment | CommandExperiment: ...
-    @property
-    def assessment(self) -> Assessment | None: ...
-    @property
-    def run_id(self) -> str: ...
-
-
-E = TypeVar("E", bound=Element, covariant=True)
+R = TypeVar("R", bound=Run, covariant=True)
 
 
 @dataclass(frozen=True)
-class Script(Generic[E]):
+class Script(Generic[R]):
     """A job's runs and how each starts.
 
     ``workspace`` is the folder with ``data/`` and ``runs/``, the same on every node. ``source`` are the arguments that
@@ -43,7 +29,7 @@ class Script(Generic[E]):
     """
 
     request: Request
-    elements: Sequence[E]
+    elements: Sequence[R]
     workspace: str
     source: Sequence[str] = ()
     in_allocation: bool = False
@@ -54,7 +40,7 @@ class Script(Generic[E]):
         return len(self.elements) > 1
 
     @property
-    def first(self) -> E:
+    def first(self) -> R:
         return self.elements[0]
 
 
@@ -69,18 +55,13 @@ def render(script: Script[Any]) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def program_argv(script: Script[Any], element: Element) -> tuple[str, ...]:
-    """Returns the module and arguments of the element's ranks as the launcher expects them; for your own program, the
-    nodes' scripts.
-    """
-    path, experiment = f"{script.workspace}/runs/{element.run_id}", element.experiment
-    if isinstance(experiment, CommandExperiment):
+def program_argv(script: Script[Any], run: Run) -> tuple[str, ...]:
+    """Returns the module and arguments of a run's ranks for the launcher; for your own program, the nodes' scripts."""
+    path = f"{script.workspace}/runs/{run.run_id}"
+    if run.assessment is None:
         return (f"{path}/{run_folder.node_script(run_folder.LAUNCH_SCRIPT, run_folder.NODE_NUMBER)}",)
-    assert element.assessment is not None
-    plan = element.assessment.laid_out
-    program = rank_program(experiment.resolved(plan.data_parallel_size), plan, element.run_id, path)
-    argv = (program.module, *program.arguments)
-    return tuple(map(RANK_LAUNCHERS[script.request.launcher].quote, argv))
+    program = run.assessment.program(run.run_id, path)
+    return tuple(map(RANK_LAUNCHERS[script.request.launcher].quote, (program.module, *program.arguments)))
 
 
 def _head(script: Script[Any]) -> Iterator[str]:

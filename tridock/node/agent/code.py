@@ -1,20 +1,34 @@
-"""Lays out a run's code from this node's content-addressed store."""
+"""Receives files from the head, and lays out a run's code from this node's content-addressed store."""
 
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import tarfile
 import time
-from pathlib import Path, PurePosixPath
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.codec import decode
+from tridock.contracts.files_below import entries, folder_below, write_below
 from tridock.contracts.node_answers import CodeFile, PlacedCode
 from tridock.errors import Problem, RequestError
-from tridock.node.agent.receive_files import receive_files
+
+
+def receive_files(folder: Path, stream: IO[bytes], *, durable: bool = True) -> int:
+    """Unpacks plain files below ``folder`` in the archive's order, each atomically; returns their number.
+
+    Raises :class:`RequestError` for a link, a device, an absolute path or one with ``..``.
+    """
+    count = 0
+    for entry, content in entries(stream):
+        if content is None:
+            raise RequestError(Problem(entry.name, "is not taken", "", "send plain files, by names below the folder"))
+        write_below(folder, entry.name, content, durable=durable)
+        count += 1
+    return count
+
 
 _KEPT_S: Final = 30 * 86400.0
 """How long the store keeps a file that no run has used."""
@@ -35,28 +49,29 @@ def place_code(folder: Path, index: str) -> PlacedCode:
     for made in (store, target):
         made.mkdir(parents=True, exist_ok=True)
     for name, one in files.items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise RequestError(Problem(name, "is not taken", "", "send files by names below the folder"))
-        _place(store / one.sha256, target / path, 0o755 if one.executable else 0o644)
+        if name.endswith("/"):
+            with folder_below(target, name, make=True):
+                continue
+        with (store / one.sha256).open("rb") as content:
+            write_below(target, name, content, 0o755 if one.executable else 0o644, durable=False)
     _remove_old(store)
     return PlacedCode(())
 
 
 def place_run(folder: Path, stream: IO[bytes]) -> PlacedCode:
-    """Writes the run's first files, a tar archive, into its folder; then lays out the code as :func:`place_code` does.
+    """Writes the run's first files, a tar archive, into its folder; then lays out its code as :func:`place_code` does.
 
-    The index is the archive's last file: an archive that is cut between two files reads like a whole one. Raises
+    The supervision file is the archive's last: one that is cut between two files reads like a whole one. Raises
     :class:`EOFError` for a part of it.
     """
-    index = folder / run_folder.CODE_INDEX
     try:
         receive_files(folder, stream, durable=False)
-        if not index.exists():
+        if not (folder / run_folder.SUPERVISION).exists():
             raise EOFError
     except (EOFError, tarfile.ReadError):
         raise EOFError(f"only part of the files for {folder} arrived") from None
-    return place_code(folder, index.read_text())
+    index = folder / run_folder.CODE_INDEX
+    return place_code(folder, index.read_text()) if index.exists() else PlacedCode(())
 
 
 def _has(path: Path, sha256: str) -> bool:
@@ -71,15 +86,8 @@ def _has(path: Path, sha256: str) -> bool:
     return whole
 
 
-def _place(source: Path, target: Path, mode: int) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    shutil.copyfile(source, partial)
-    partial.chmod(mode)
-    partial.replace(target)
-
-
 def _remove_old(store: Path) -> None:
     for path in store.iterdir():
-        if time.time() - path.stat().st_mtime > _KEPT_S:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # another run removes it too; a folder that somebody has put there
+            if time.time() - path.lstat().st_mtime > _KEPT_S:
+                path.unlink()

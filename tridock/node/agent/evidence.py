@@ -5,21 +5,20 @@ import os
 import pickle
 import re
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.node_answers import Evidence
-from tridock.contracts.records import read_lines, read_object
+from tridock.contracts.records import last_iterations, read_plan
+from tridock.contracts.rotated_logs import tail
 
 _LOG_BYTES: Final = 8000
 _LOG_LINES: Final = 60
 _PRINTED_BYTES: Final = 1 << 20
 _OF_RANK: Final = re.compile(rb"^(?:\S+: )?\[rank(\d{1,6})\]: (.*)$", re.DOTALL)
 """torch's prefix of each line of an uncaught exception in a rank, after an optional node prefix."""
-_METRICS_BYTES: Final = 1 << 16
 _STEPS: Final = 8
 _KERNEL_LINES: Final = 5
 _KMSG: Final = Path("/dev/kmsg")
@@ -31,13 +30,12 @@ def evidence(folder: Path) -> Evidence:
     if not folder.is_dir():
         return Evidence()
     logs = {path.stem.removeprefix("rank-"): path for path in (folder / "logs").glob("rank-*.log")}
-    training = [entry for entry in read_lines(folder / run_folder.METRICS, _METRICS_BYTES) if "split" not in entry]
     return Evidence(
         events=run_folder.read_text(folder / run_folder.EVENTS),
         logs={int(rank): _end(path) for rank, path in logs.items() if rank.isdecimal()},
         printed=_printed(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),
         launcher=_end(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),
-        metrics=tuple(training[-_STEPS:]),
+        metrics=tuple(last_iterations(folder)[-_STEPS:]),
         plan=_plan(folder),
         kernel=_kernel(folder),
         last_collectives=last_collectives(folder),
@@ -47,35 +45,23 @@ def evidence(folder: Path) -> Evidence:
 def _log_offset(folder: Path) -> int:
     """Returns the offset of the last attempt in the launcher's log; earlier attempts have other failures."""
     restarts = events_of(folder, Event.RUN_RESTARTED)
-    return int(str(restarts[-1].get("log_bytes", 0))) if restarts else 0
+    return int(restarts[-1].get("log_bytes", 0)) if restarts else 0
 
 
 def _end(path: Path, first: int = 0) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(first, file.seek(0, os.SEEK_END) - _LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return "\n".join(lines[-_LOG_LINES:])
+    return "\n".join(tail(path, _LOG_BYTES, first).decode(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 def _printed(path: Path, first: int) -> dict[int, str]:
-    found: dict[int, deque[str]] = {}
-    try:
-        with path.open("rb") as file:
-            file.seek(max(first, file.seek(0, os.SEEK_END) - _PRINTED_BYTES))
-            for line in file:
-                if match := _OF_RANK.match(line):
-                    lines = found.setdefault(int(match[1]), deque(maxlen=_LOG_LINES))
-                    lines.append(match[2].decode(errors="replace").rstrip())
-    except FileNotFoundError:
-        return {}
-    return {rank: "\n".join(lines) for rank, lines in found.items()}
+    found: dict[int, list[str]] = {}
+    for line in tail(path, _PRINTED_BYTES, first).split(b"\n"):
+        if match := _OF_RANK.match(line):
+            found.setdefault(int(match[1]), []).append(match[2].decode(errors="replace").rstrip())
+    return {rank: "\n".join(lines[-_LOG_LINES:]) for rank, lines in found.items()}
 
 
 def _plan(folder: Path) -> dict[str, Any]:
-    plan = read_object(folder / run_folder.PLAN)
+    plan = read_plan(folder)
     return {"ranks": plan.get("ranks", []), "memory": plan.get("memory") or {}} if plan else {}
 
 
@@ -126,7 +112,7 @@ def _last(path: Path) -> int | None:
         dump = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         entries = [entry for entry in dump["entries"] if str(entry["process_group"][0]) == _WORLD]
         return max(int(entry["collective_seq_id"]) for entry in entries)
-    except (OSError, EOFError, ValueError, LookupError, TypeError, pickle.UnpicklingError):
+    except Exception:
         return None  # truncated when its process was killed, or written by an unknown version of torch
 
 

@@ -1,6 +1,7 @@
 """``tridock.node agent``: watches and ends the ranks of one node for the supervisor, over a connection.
 
-It prints the status of the node's ranks as lines of JSON, once a second and as soon as a rank dies, and reads orders:
+It prints the status of the node's ranks as lines of JSON, once a second and as soon as a rank dies, and, while a slow
+disk keeps it from reading them, that it is alive. It reads orders:
 ``ping``, ``stacks RANK…``, ``signal NAME``, ``stop GRACE``, ``bye``. When orders stop coming, the head or the network
 is gone: the agent then ends the node's part of the run, which is of no further use.
 """
@@ -8,8 +9,8 @@ is gone: the agent then ends the node's part of the run, which is of no further 
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,8 @@ from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import newest
 from tridock.contracts.node_answers import Space
 from tridock.contracts.rank_status import AgentMessage
+from tridock.contracts.rotated_logs import RANK_BYTES, rotate
+from tridock.contracts.supervision import Supervision
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
@@ -31,17 +34,9 @@ SILENCE_S: Final = 25.0
 _TICK_S: Final = 0.1
 _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
-
-
-def run_agent(folder: Path, node: str, ranks: Sequence[int], *, on_head: bool = False, observed: bool = False) -> bool:
-    """Runs a node's agent to its end; returns whether it ended because the head was lost.
-
-    ``observed``: the ranks write no heartbeats.
-    """
-    # A scheduler sends the latter two to all processes of its job; the agent ends with its supervisor.
-    for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    return NodeAgent(folder, node, ranks, on_head=on_head, observed=observed).run()
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_DISK_PATIENCE_S: Final = 120.0
+"""Seconds for which the agent may wait for a disk: a shared file system that fails over takes about a minute."""
 
 
 def own_disk(folder: Path, *, on_head: bool) -> Space | None:
@@ -57,6 +52,13 @@ def is_replaced(folder: Path, node: str) -> bool:
         return False  # the run's folder was removed
 
 
+def container() -> str:
+    """Returns what no two starts of a container have alike; empty where /proc hides the processes of others."""
+    with suppress(OSError):
+        return f"{_BOOT_ID.read_text().strip()}-{heartbeat.start_ticks(1)}"
+    return ""
+
+
 def _pid_file(folder: Path, node: str) -> Path:
     return folder / heartbeat.FOLDER / f"agent-{node}"
 
@@ -64,20 +66,36 @@ def _pid_file(folder: Path, node: str) -> Path:
 class NodeAgent:
     """Watches a node's ranks until ``bye``, until another agent replaces it, or until it has ended the ranks."""
 
-    def __init__(self, folder: Path, node: str, ranks: Sequence[int], *, on_head: bool, observed: bool) -> None:
-        self._folder, self._node, self._on_head = folder, node, on_head
-        self._monitor = RankMonitor(folder, ranks, observed=observed)
+    def __init__(self, folder: Path, node: str) -> None:
+        supervision = Supervision.read(folder)
+        self._folder, self._node, self._on_head = folder, node, node == supervision.head
+        self._monitor = RankMonitor(folder, supervision.ranks[node], observed=supervision.observed)
         self._partial_line = b""
         self._connected = True
         self._released = False
+        self._began, self._container = time.time(), container()
+        self._printed = self._reported = time.monotonic()
+        self._printing, self._ended = threading.Lock(), threading.Event()
         run_folder.write_atomic(_pid_file(folder, node), str(os.getpid()).encode())
+        (folder / run_folder.INCOMPLETE).unlink(missing_ok=True)
 
     def run(self) -> bool:
         """Runs the agent; returns whether the head was lost."""
-        last_order = last_round = last_report = time.monotonic()
+        # A scheduler sends the latter two to all processes of its job; the agent ends with its supervisor.
+        for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        for work in (self._say_alive, self._limit_logs):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            return self._watch()
+        finally:
+            self._ended.set()
+
+    def _watch(self) -> bool:
+        last_order = last_round = time.monotonic()
         dead: set[int] = set()
         while True:
-            orders = self._read_orders() if self._connected else self._wait()
+            orders = self._read_orders()
             now = time.monotonic()
             if orders or now - last_round > SILENCE_S / 2:  # this node itself was suspended: restart the silence
                 last_order = now
@@ -99,22 +117,43 @@ class NodeAgent:
             if not self._released and len(gone) < len(statuses):
                 release(self._folder.name)
                 self._released = True
-            if gone - dead or now - last_report >= _REPORT_S:
-                self._print(AgentMessage(ranks=tuple(statuses), disk=own_disk(self._folder, on_head=self._on_head)))
-                last_report, dead = now, gone
+            if gone - dead or now - self._reported >= _REPORT_S:
+                disk = own_disk(self._folder, on_head=self._on_head)
+                stopped, ranks = self._is_stopped(), tuple(statuses)
+                self._print(AgentMessage(ranks, disk, stop_asked=stopped, container=self._container))
+                self._reported, dead = now, gone
+
+    def _say_alive(self) -> None:
+        """Tells the head, while a disk keeps the other thread waiting, that the node is not lost."""
+        while not self._ended.wait(_REPORT_S):
+            now = time.monotonic()
+            if self._printed + 2 * _REPORT_S < now < self._reported + _DISK_PATIENCE_S:
+                self._print(AgentMessage())
+
+    def _limit_logs(self) -> None:
+        """Rotates the logs of this node's ranks."""
+        while not self._ended.wait(_REPORT_S):
+            for rank in self._monitor.ranks:
+                with suppress(OSError):  # the disk is full
+                    rotate(self._folder / run_folder.rank_log(rank), RANK_BYTES)
+
+    def _is_stopped(self) -> bool:
+        """Whether a user has stopped the run here since: its head may not be in the hostfile."""
+        with suppress(OSError):
+            return (self._folder / run_folder.STOPPED).stat().st_mtime >= self._began
+        return False
 
     def _read_orders(self) -> list[str]:
         """The lines that arrive within a tick, or until a rank dies; notes the end of the connection."""
+        if not self._connected:
+            time.sleep(_TICK_S)
+            return []
         if 0 not in select.select([0, *self._monitor.pidfds()], [], [], _TICK_S)[0]:
             return []
         chunk = os.read(0, 4096)
         self._connected = bool(chunk)
         *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
         return [line.decode() for line in lines]
-
-    def _wait(self) -> list[str]:
-        time.sleep(_TICK_S)
-        return []
 
     def _execute(self, order: str) -> None:
         verb, *arguments = order.split()
@@ -128,8 +167,9 @@ class NodeAgent:
             self._print(AgentMessage(stopped=stopped))
 
     def _print(self, message: AgentMessage) -> None:
-        with suppress(OSError):  # the supervisor has disconnected: the next read of orders notices
+        with suppress(OSError), self._printing:  # the supervisor has disconnected: the next read of orders notices
             os.write(1, f"{encode(message)}\n".encode())
+            self._printed = time.monotonic()
 
     def _end_all(self, silence_s: float) -> None:
         """Ends the run's processes here, because the head is lost."""

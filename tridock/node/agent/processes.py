@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tridock.contracts import environment
 from tridock.contracts.node_answers import Process, Stopped
+from tridock.contracts.run_folder import is_run_id
 
 _PROC = Path("/proc")
 _MARKER = f"{environment.RUN_ID}=".encode()
@@ -29,7 +30,19 @@ def is_deepspeed_runner(argv: Sequence[str]) -> bool:
 
 def find_processes(run_id: str | None = None) -> list[Process]:
     """Returns the processes of one run, or of every run on this node, without zombies."""
-    return [process for process in _all() if run_id is None or process.run_id == run_id]
+    return [it for it in _all() if (is_run_id(it.run_id) if run_id is None else it.run_id == run_id)]
+
+
+def find_runs() -> set[str]:
+    """Returns the runs that go on here: they have processes, or a supervisor or an agent, as between two attempts."""
+    found = {process.run_id for process in find_processes()}
+    for entry in _PROC.iterdir():
+        with suppress(OSError, ValueError, IndexError):
+            words = (entry / "cmdline").read_text().split("\0")
+            verb, folder = words[words.index("tridock.node") + 1 :][:2]
+            if verb in ("start", "agent") and is_run_id(name := Path(folder).name):
+                found.add(name)
+    return found
 
 
 def _all(foreign: set[int] | None = None) -> Iterator[Process]:

@@ -58,12 +58,22 @@ class RankMonitor:
         """Returns the status of every rank that has started, or of all ranks once the run's processes have ended."""
         beats = {rank: beat for rank in self.ranks if (beat := heartbeat.read(self.folder, rank)) is not None}
         if self._observed is not None:
-            return [_as_observed(self._status(rank, beat)) for rank, beat in (self._observed.read() | beats).items()]
+            observed = self._observed.read() | beats
+            return [self._as_observed(self._status(rank, beat)) for rank, beat in observed.items()]
         found = [self._status(rank, beat) for rank, beat in beats.items()]
         missing = [rank for rank in self.ranks if rank not in beats]
         if missing and self._processes_ended():
             found += [self._status(rank, _NEVER) for rank in missing]
         return found
+
+    def _as_observed(self, status: RankStatus) -> RankStatus:
+        """Returns the status of an observed rank. A program reports no end, so exit code 0 means done."""
+        assert self._observed is not None
+        world_size, inner = self._observed.world_sizes(status.rank)
+        status = replace(status, world_size=world_size, inner_world_size=inner)
+        if status.alive or status.wait_status:
+            return status
+        return replace(status, phase=heartbeat.GONE if status.wait_status is None else heartbeat.END)
 
     def pidfds(self) -> list[int]:
         """Returns pidfds that become readable when a rank dies: older kernels forget how it ended once it is reaped."""
@@ -139,13 +149,6 @@ class RankMonitor:
         with (self.folder / run_folder.rank_log(rank)).open("a") as log:
             log.write(f"tridock: rank {rank} makes no progress; its threads:\n{text}")
         return main_thread(text)
-
-
-def _as_observed(status: RankStatus) -> RankStatus:
-    """Returns the status of an observed rank. A program reports no end, so exit code 0 means done."""
-    if status.alive or status.wait_status:
-        return status
-    return replace(status, phase=heartbeat.GONE if status.wait_status is None else heartbeat.END)
 
 
 _NEVER: Final = Heartbeat(0, 0, 0, 0, heartbeat.START, 0, 0.0)

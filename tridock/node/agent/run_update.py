@@ -1,16 +1,15 @@
 """The new records of a run on this node for remote watchers, downsampled if there are many."""
 
-import json
 import math
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from tridock.contracts import heartbeat, run_folder
+from tridock.contracts import run_folder
 from tridock.contracts.node_answers import RankProgress, RunUpdate
-from tridock.contracts.records import Record, read_lines, read_plan
+from tridock.contracts.records import Lines, Record, read_lines, read_plan, read_value, record_of
 from tridock.contracts.run_state import exit_code_of, state_of
 
 _MOST: Final = 3000
@@ -25,29 +24,16 @@ def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
     ``inode`` is that of the previously read file: a resumed run writes a new one, which is read from its start.
     """
     path, state = folder / run_folder.METRICS, state_of(folder)  # the state first: its last records are then read
-    records: list[Record] = []
-    replaces_earlier = offset == 0
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != inode or status.st_size < offset:
-                offset, replaces_earlier = 0, True
-            inode = status.st_ino
-            file.seek(offset)
-            content = file.read()
-            whole = content[: content.rfind(b"\n") + 1]
-            offset += len(whole)
-            records = list(_thinned(whole))
-    except FileNotFoundError:
-        pass
+    appended = Lines(path, offset, inode)
+    lines = list(appended.new())
     known = read_lines(folder / run_folder.EVENTS)
     return RunUpdate(
         state=state,
         exit_code=exit_code_of(folder),
-        offset=offset,
-        inode=inode,
-        replaces_earlier=replaces_earlier,
-        records=tuple(records),
+        offset=appended.offset,
+        inode=appended.inode,
+        replaces_earlier=appended.offset == sum(map(len, lines)),
+        records=tuple(_thinned(lines)),
         events=tuple(known[events:][-_MOST_EVENTS:]),
         event_count=len(known),
         ranks=tuple(_ranks(folder)),
@@ -59,8 +45,7 @@ def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
 def _plan(folder: Path) -> dict[str, Any]:
     """Returns the parts of the plan that a watcher shows: the ranks' nodes and stages, and the stages' memory."""
     plan = read_plan(folder)
-    memory = plan.get("memory")
-    stages = (memory.get("stages") if isinstance(memory, dict) else None) or ()
+    stages = (plan.get("memory") or {}).get("stages", ())
     return {
         "world_size": plan.get("world_size"),
         "layout": plan.get("layout"),
@@ -70,29 +55,23 @@ def _plan(folder: Path) -> dict[str, Any]:
 
 
 def _ranks(folder: Path) -> Iterator[RankProgress]:
-    """Yields the ranks of all nodes if the supervisor has written them, else those with a heartbeat here."""
+    """Yields the ranks of all nodes, as the supervisor has written them."""
     path = folder / run_folder.RANKS
-    try:
+    with suppress(OSError, ValueError, TypeError):
         since = max(0.0, time.time() - path.stat().st_mtime)
-        for rank, phase, iteration, age_s in json.loads(path.read_text()):
-            yield RankProgress(rank, phase, iteration, round(age_s + since, 1))
-    except (OSError, ValueError):
-        now = time.monotonic()
-        for rank in heartbeat.ranks(folder):
-            if (beat := heartbeat.read(folder, rank)) is not None:
-                yield RankProgress(rank, beat.phase, beat.iteration, round(max(0.0, now - beat.time_s), 1))
+        for rank, phase, iteration, age_s in read_value(path):
+            yield RankProgress(int(rank), str(phase), int(iteration), round(float(age_s) + since, 1))
 
 
 def _age(path: Path) -> float | None:
     try:
         return round(max(0.0, time.time() - path.stat().st_mtime), 1)
-    except FileNotFoundError:
+    except OSError:
         return None
 
 
-def _thinned(content: bytes) -> Iterator[Record]:
+def _thinned(lines: Sequence[bytes]) -> Iterator[Record]:
     """Yields the records; from a long part only evaluations, the first, the last, and two per interval."""
-    lines = content.splitlines()
     if len(lines) <= _MOST:
         yield from filter(None, map(_record, lines))
         return
@@ -117,9 +96,6 @@ def _loss(record: Record) -> float:
     return float(value) if isinstance(value, int | float) else math.inf
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("iteration"), int) else None
+def _record(line: bytes) -> Record | None:
+    record = record_of(line)
+    return record if record is not None and "iteration" in record else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
 
-from tridock.contracts.node_answers import Accelerators, Gpu, Infiniband
+from tridock.contracts.node_answers import Accelerators, GpuStatus, Infiniband
 
 _LIBRARY: Final = "libcuda.so.1"
 _TIMEOUT_S: Final = 30.0
@@ -32,7 +32,9 @@ def accelerators() -> Accelerators:
     """Returns the GPUs with their memory, processes and health, the driver, and the CUDA version that a rank gets."""
     try:
         cuda = cuda_driver().version  # first: what it opens keeps the driver loaded meanwhile
-        found = parse(_smi("-q", "-x"), _smi(), _nvlinks(), _capabilities())
+        nvlinks = _smi_if_known("nvlink", "--status")  # unsupported by old drivers and GPUs without NVLink
+        capabilities = _smi_if_known("--query-gpu=uuid,compute_cap", "--format=csv,noheader")  # by old drivers
+        found = parse(_smi("-q", "-x"), _smi(), nvlinks, capabilities)
     except FileNotFoundError:
         return Accelerators()
     except subprocess.TimeoutExpired:
@@ -101,8 +103,7 @@ def _library() -> str:
 
 def parse(report: str, table: str, nvlinks: str, capabilities: str = "") -> Accelerators:
     """Parses what ``nvidia-smi`` prints: its report as XML, its table with the versions, the state of NVLinks, and the
-    compute capability of each UUID.
-    """
+    compute capability of each UUID."""
     root = ElementTree.fromstring(report)  # noqa: S314 (of NVIDIA's driver)
     links: dict[str, int] = {}
     uuid = ""
@@ -117,7 +118,7 @@ def parse(report: str, table: str, nvlinks: str, capabilities: str = "") -> Acce
 
 def _devices(
     index: int, gpu: ElementTree.Element, links: dict[str, int], capabilities: dict[str, str]
-) -> Iterator[Gpu]:
+) -> Iterator[GpuStatus]:
     """Yields the GPU, or its MIG slices."""
     uuid = _text(gpu, "uuid")
     ecc = gpu.find("ecc_errors/volatile")
@@ -125,7 +126,7 @@ def _devices(
     remapped = {it.tag for it in gpu.iter() if it.tag.startswith("remapped_row_") and it.text == "Yes"}
     slowed = [found[1] for it in gpu.iter() if it.text == "Active" and (found := _SLOWDOWN.fullmatch(it.tag))]
     fabric = [_text(gpu, "fabric/state"), _text(gpu, "fabric/status")]
-    whole = Gpu(
+    whole = GpuStatus(
         index,
         _text(gpu, "product_name"),
         _mib(gpu, "fb_memory_usage/total"),
@@ -172,14 +173,6 @@ def _mib(element: ElementTree.Element, path: str) -> int | None:
     # N/A on GPUs that share the machine's memory.
     number = _text(element, path).removesuffix(" MiB")
     return int(number) if number.isdecimal() else None
-
-
-def _nvlinks() -> str:
-    return _smi_if_known("nvlink", "--status")  # unsupported by old drivers and GPUs without NVLink
-
-
-def _capabilities() -> str:
-    return _smi_if_known("--query-gpu=uuid,compute_cap", "--format=csv,noheader")  # unsupported by old drivers
 
 
 def _smi_if_known(*options: str) -> str:

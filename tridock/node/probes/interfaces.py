@@ -1,6 +1,7 @@
 """Network interfaces of this node, and those that Gloo and NCCL select by their own rules."""
 
 import json
+import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, Final
 
-from tridock.contracts.mesh_answers import Interface
+from tridock.contracts.network import ChosenInterface, Interface, Network
 
 LOOPBACK: Final = "127.0.0.1"
 _TIMEOUT_S: Final = 5.0
@@ -34,6 +35,19 @@ def parse(links: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...]:
     return tuple(found)
 
 
+def network() -> Network:
+    """Returns this node's interfaces, and those that Gloo and NCCL would use."""
+    found = interfaces()
+    gloo, address = gloo_choice(found, os.environ.get("GLOO_SOCKET_IFNAME"), own_addresses())
+    nccl = nccl_choice(found, os.environ.get("NCCL_SOCKET_IFNAME"))
+    chosen = {"gloo": _chosen(gloo, address), "nccl": _chosen(nccl, nccl.addresses[0] if nccl else "")}
+    return Network(found, chosen, {name: os.environ.get(f"{name.upper()}_SOCKET_IFNAME") for name in chosen})
+
+
+def _chosen(interface: Interface | None, address: str) -> ChosenInterface | None:
+    return None if interface is None else ChosenInterface(interface.name, interface.mtu, address)
+
+
 def holder(found: Sequence[Interface], address: str) -> Interface | None:
     """Returns the interface that has an address; all of 127.0.0.0/8 belongs to the loopback."""
     if ip_address(address).is_loopback:
@@ -43,7 +57,8 @@ def holder(found: Sequence[Interface], address: str) -> Interface | None:
 
 def nccl_choice(found: Sequence[Interface], wanted: str | None) -> Interface | None:
     """Selects like NCCL's ``findInterfaces``: the first match of ``NCCL_SOCKET_IFNAME``, or by NCCL's preferences."""
-    ordered = _by_family(found)
+    # The system lists all IPv4 addresses before the first IPv6 one.
+    ordered = sorted(found, key=lambda it: ip_address(it.addresses[0]).version)
     if wanted is not None and len(wanted) > 1:
         return next((it for it in ordered if _matches(it.name, wanted)), None)
     for pattern in ("ib", "^docker,lo,virbr", "docker", "lo", "virbr"):
@@ -51,11 +66,6 @@ def nccl_choice(found: Sequence[Interface], wanted: str | None) -> Interface | N
             if _matches(it.name, pattern):
                 return it
     return None
-
-
-def _by_family(found: Sequence[Interface]) -> list[Interface]:
-    # The system lists all IPv4 addresses before the first IPv6 one.
-    return sorted(found, key=lambda it: ip_address(it.addresses[0]).version)
 
 
 def _matches(name: str, pattern: str) -> bool:

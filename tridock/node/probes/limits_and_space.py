@@ -2,11 +2,14 @@
 
 import os
 import resource
+import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from tridock.contracts.node_answers import Space
+from tridock.contracts.run_folder import FOLDER_ID
+from tridock.errors import reason_of
 
 _QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _MEMORY: Final = Path("/proc/meminfo")
@@ -34,11 +37,43 @@ def write_error(folder: Path) -> str | None:
     try:
         probe.write_bytes(b"\0" * 4096)
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return reason_of(error).lower()
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
     return None
+
+
+def write_problem(folder: Path) -> str:
+    """Returns why this user cannot write files below a folder, which may not exist yet; empty if they can."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"no permission to write in {there}"
+
+
+def folder_identity(folder: Path) -> str:
+    """Returns a name that is equal on the nodes that see the same folder; empty where this node cannot write.
+
+    Makes the folder, and the file in it that has the name, where there is none.
+    """
+    own, mark = (folder / f"{FOLDER_ID}{suffix}" for suffix in (f".{secrets.token_hex(8)}", ""))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own.write_text(secrets.token_hex(16))
+        try:
+            mark.hardlink_to(own)  # with its content, and only if no other node has made it
+        except FileExistsError:
+            pass
+        except OSError:  # the file system has no hard links
+            if not mark.exists():
+                own.rename(mark)
+        return mark.read_text()
+    except OSError:
+        return ""
+    finally:
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
 
 
 def soft_limit(which: int) -> int | None:

@@ -13,6 +13,7 @@ from tridock.contracts.records import read_object
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import CudaDriver, accelerators, cuda_driver, infiniband
+from tridock.node.probes.interfaces import network
 from tridock.node.probes.limits_and_space import cores, shared_memory, soft_limit, space, write_error
 from tridock.node.probes.ssh_mesh_probe import greet_nodes
 
@@ -36,6 +37,7 @@ def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> QuickRepo
         "capabilities": cuda.capabilities,
         "architectures": tuple(_manifest().get("torch_architectures", ())),
         "ssh": greet_nodes(ssh_to),
+        "network": network(),
     }
     if quick:
         return QuickReport(**checked_always)
@@ -67,11 +69,8 @@ def no_reduction() -> str | None:
     version, _, torch = done.stdout.strip().partition(" ")
     if torch == "False":
         return f"no torch in its Python {version}"
-    return f"Python {version}, and the all-reduce needs 3.11" if _is_old(version) else None
-
-
-def _is_old(version: str) -> bool:
-    return version != "" and tuple(map(int, version.split("."))) < (3, 11)
+    is_old = version and tuple(map(int, version.split("."))) < (3, 11)
+    return f"Python {version}, and the all-reduce needs 3.11" if is_old else None
 
 
 def host_key() -> HostKey:
@@ -91,15 +90,12 @@ def host_key() -> HostKey:
 
 
 def code() -> Code:
-    """Returns the hashes of this node's code, and the versions in the image's manifest."""
+    """Returns the hashes of this node's code, and CUDA's version in the image's manifest."""
     ours = Path(run_folder.CODE)
-    manifest = _manifest()
     return Code(
         tridock=digest([ours / "tridock", ours / "entrypoint"]),
         megatron=digest([Path(run_folder.MEGATRON)]),
-        cuda=manifest.get("cuda"),
-        torch=manifest.get("torch"),
-        commit=manifest.get("git_commit"),
+        cuda=_manifest().get("cuda"),
     )
 
 

@@ -8,43 +8,21 @@ from pathlib import Path
 
 from tridock.contracts.node_answers import PortAnswer
 from tridock.contracts.run_folder import RENDEZVOUS_PORTS
-from tridock.errors import ClusterError, Problem
+from tridock.errors import Problem
 
 _LISTEN = "0A"
 
 
 def rendezvous_port(wanted: int | None = None) -> PortAnswer:
     """Returns the ``wanted`` port if it is free, or any free one, or the reason why there is none."""
-    try:
-        if wanted is None:
-            return PortAnswer(free_port())
-        require_free(wanted)
-        return PortAnswer(wanted)
-    except ClusterError as error:
-        return PortAnswer(problem=error.problems[0])
-
-
-def free_port() -> int:
-    """Returns a random free port. Raises :class:`ClusterError` after 200 attempts."""
-    for port in random.sample(RENDEZVOUS_PORTS, 200):
-        if is_free(port):
-            return port
-    todo = "give launch.master_port, or end what listens there"
-    raise ClusterError(
-        Problem(
-            "ports", f"none of 200 tried from {RENDEZVOUS_PORTS.start} to {RENDEZVOUS_PORTS.stop - 1} is free", "", todo
-        )
-    )
-
-
-def require_free(port: int) -> None:
-    """Raises :class:`ClusterError` naming the process that listens on the port."""
-    if not is_free(port):
-        raise ClusterError(
-            Problem(
-                f"port {port}", "is taken", holder(port) or "a process that cannot be seen from here", "use another"
-            )
-        )
+    port = next(filter(is_free, random.sample(RENDEZVOUS_PORTS, 200) if wanted is None else [wanted]), None)
+    if port is not None:
+        return PortAnswer(port)
+    if wanted is not None:
+        got = holder(wanted) or "a process that cannot be seen from here"
+        return PortAnswer(problem=Problem(f"port {wanted}", "is taken", got, "use another"))
+    what = f"none of 200 tried from {RENDEZVOUS_PORTS.start} to {RENDEZVOUS_PORTS.stop - 1} is free"
+    return PortAnswer(problem=Problem("ports", what, "", "give launch.master_port, or end what listens there"))
 
 
 def is_free(port: int) -> bool:

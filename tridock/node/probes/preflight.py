@@ -3,25 +3,35 @@
 import errno
 import hashlib
 import importlib.util
-import json
 import mmap
 import os
 import resource
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TypeVar
 
 from tridock.contracts import run_folder
-from tridock.contracts.checkpoints import LATEST, TRACKER, checkpoint_name, holds_checkpoint
+from tridock.contracts.checkpoints import LATEST, LAYOUT, PROGRESS, TRACKER, checkpoint_name, holds_checkpoint, newest
+from tridock.contracts.data_index import parts_of
+from tridock.contracts.images import read_arrays
 from tridock.contracts.node_answers import Fingerprint, NvmeFolder, PreflightAnswer
-from tridock.contracts.pretrained import StoredWeights
+from tridock.contracts.prerequisites import COMPILER, compiler_problems, megatron_source
+from tridock.contracts.pretrained import DEEPSPEED, FORMATS, MEGATRON, StoredWeights, config_folder, deepspeed_folder
+from tridock.contracts.records import read_value
 from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.contracts.supervision import contract
+from tridock.contracts.tokenizers import TOKENIZER_SHA256, sha256_of_gpt2, sha256s_in
+from tridock.errors import Problem, RequestError
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import cuda_driver
-from tridock.node.probes.limits_and_space import memory, soft_limit
+from tridock.node.probes.limits_and_space import memory, soft_limit, write_problem
 from tridock.node.probes.pretrained import format_of, stored_weights
+
+T = TypeVar("T")
 
 
 def preflight(
@@ -31,9 +41,19 @@ def preflight(
     load: str | None = None,
     weights: str | None = None,
     tokenizers: Sequence[str] = (),
+    tokenizer_of: str | None = None,
+    progress_of: str | None = None,
+    gpt2_files: Sequence[str] = (),
     packages: Sequence[str] = (),
+    needs: Sequence[str] = (),
+    rank_env: Iterable[tuple[str, str]] = (),
     multicast: bool = False,
     nvme: Sequence[str] = (),
+    save: str | None = None,
+    data: Sequence[str] = (),
+    split: str = "",
+    v115: bool = False,
+    images: str | None = None,
     head: bool,
     port: int | None,
 ) -> PreflightAnswer:
@@ -43,23 +63,34 @@ def preflight(
     contract.
     """
     resumes = Path(load) if load is not None and weights is None else None
+    found = {prefix: _read(partial(parts_of, Path(prefix), split, v115=v115)) for prefix in data}
+    damage = next((problem for _, problem in found.values() if problem is not None), None)
+    arrays, damage = _read(lambda: read_arrays(Path(images))) if images is not None else (None, damage)
     lacks, inside = _lacking(resumes) if resumes is not None and resumes.is_dir() else (None, None)
     return PreflightAnswer(
         files={name: _fingerprint(Path(name)) for name in files},
-        read={name: _json(Path(name)) for name in read},
+        read={name: read_value(Path(name)) for name in read},
         loads=load is None or Path(load).is_dir(),
         load_lacks=lacks,
         load_inside=inside,
         load_format=(format_of(resumes) or None) if resumes is not None else None,
+        load_progress=_progress(Path(progress_of)) if progress_of is not None else None,
         weights=_weights(weights),
         has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
+        tokenizers_of_weights=_tokenizers(tokenizer_of) if tokenizer_of is not None else None,
+        tokenizer_of_files=sha256_of_gpt2(*map(Path, gpt2_files)) if gpt2_files else None,
         missing_packages=tuple(name for name in packages if not _has_package(name)),
+        lacks=tuple(problem for name in needs for problem in _lacks(name, {**os.environ, **dict(rank_env)})),
         multicast=cuda_driver().multicast if multicast else None,
         memory=memory(),
         memlock=soft_limit(resource.RLIMIT_MEMLOCK),
         nvme={name: _nvme_folder(Path(name)) for name in nvme},
+        save_problem="" if save is None else write_problem(Path(save)),
+        parts={prefix: parts for prefix, (parts, _) in found.items() if parts is not None},
+        images=arrays,
+        damage=damage,
         rendezvous=ports.rendezvous_port(port) if head else None,
-        image_manifest=_json(Path(run_folder.CODE, "manifest.json")) if head else None,
+        image_manifest=read_value(Path(run_folder.CODE, "manifest.json")) if head else None,
         contract=contract() if head else None,
     )
 
@@ -67,6 +98,30 @@ def preflight(
 def _weights(given: str | None) -> StoredWeights | None:
     kind, _, folder = (given or "").partition(":")
     return stored_weights(kind, Path(folder)) if folder and Path(folder).is_dir() else None
+
+
+def _tokenizers(load: str) -> tuple[str, ...] | None:
+    """Returns the SHA-256 of the tokenizer that weights go with, by the ways to read it; None if there are none yet."""
+    kind, _, place = load.partition(":")
+    folder = Path(place if kind in FORMATS else load)
+    if kind == MEGATRON:
+        return ()
+    if kind in FORMATS:
+        with suppress(OSError, RequestError):
+            folder = (config_folder(folder, deepspeed_folder(folder)) if kind == DEEPSPEED else None) or folder
+        return sha256s_in(folder)
+    if not folder.is_dir() or not holds_checkpoint(folder):
+        return None
+    found = _progress(folder)
+    sha256 = found.get(TOKENIZER_SHA256) if isinstance(found, dict) else None
+    return (sha256,) if isinstance(sha256, str) else ()
+
+
+def _progress(folder: Path) -> object:
+    """Returns what a checkpoint, or the newest complete one in a folder, says of itself; None if there is none."""
+    last = None if checkpoint_name(folder.name) else newest(folder)
+    found = folder if last is None else last[1]
+    return read_value(found / PROGRESS) or read_value(found / LAYOUT)
 
 
 def _lacking(folder: Path) -> tuple[str | None, str | None]:
@@ -81,6 +136,17 @@ def _lacking(folder: Path) -> tuple[str | None, str | None]:
     if checkpoint_name(folder.name):
         return found, inside
     return found if found == "empty" else f"neither {TRACKER} nor {LATEST} nor folders iter_… or global_step…", inside
+
+
+def _lacks(need: str, env: Mapping[str, str]) -> Iterator[Problem]:
+    if need == COMPILER:
+        on_gpus = env.get("DS_ACCELERATOR") != "cpu" and cuda_driver().error is None
+        yield from compiler_problems("cuda" if on_gpus else "cpu", env)
+        return
+    try:
+        megatron_source(env)
+    except RequestError as error:
+        yield from error.problems
 
 
 def _has_package(name: str) -> bool:
@@ -111,6 +177,15 @@ def _nvme_folder(folder: Path) -> NvmeFolder:
     return NvmeFolder(None, found.f_bavail * found.f_frsize, folder.stat().st_dev)
 
 
+def _read(read: Callable[[], T]) -> tuple[T | None, Problem | None]:
+    try:
+        return read(), None
+    except RequestError as error:
+        return None, error.problems[0]
+    except (OSError, ValueError, struct.error):  # another check says what is missing; the ranks read all of it
+        return None, None
+
+
 def _fingerprint(path: Path) -> Fingerprint | None:
     try:
         with path.open("rb") as file:
@@ -120,12 +195,5 @@ def _fingerprint(path: Path) -> Fingerprint | None:
         size = path.stat().st_size
     except OSError:
         return None
-    content = _json(path) if path.suffix == ".json" else None
+    content = read_value(path) if path.suffix == ".json" else None
     return Fingerprint(size, digest, entries=len(content) if isinstance(content, dict) else None)
-
-
-def _json(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

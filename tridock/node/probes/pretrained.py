@@ -4,63 +4,32 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from tridock.contracts import megatron_weights, pretrained
 from tridock.contracts.checkpoints import PROGRESS, TRACKER
-from tridock.contracts.megatron_weights import (
-    PLAIN,
-    flat_names,
-    joined_stages,
-    megatron_files,
-    megatron_folder,
-    megatron_sizes,
-    name_in_pipeline,
-)
-from tridock.contracts.pretrained import (
-    CONFIG,
-    DEEPSPEED,
-    HF,
-    INDEX,
-    MEGATRON,
-    NAMES,
-    SAVED,
-    SINGLE,
-    StateFiles,
-    StoredWeights,
-    config_folder,
-    deepspeed_folder,
-    one_model_rank,
-    read_config,
-    shown_sizes,
-)
-from tridock.contracts.safe_pickles import (
-    DEEPSPEED_CLASSES,
-    DEEPSPEED_TODO,
-    FOREIGN,
-    MEGATRON_CLASSES,
-    MEGATRON_TODO,
-    foreign_class,
-)
-from tridock.contracts.safetensors_files import read_folder
+from tridock.contracts.safetensors_files import transformers_folder
 from tridock.errors import Problem, RequestError
 from tridock.node.probes.torch_files import Shape, is_whole, read_named, read_shapes
 
 
-def stored_weights(kind: str, folder: Path) -> StoredWeights:
+def stored_weights(kind: str, folder: Path) -> pretrained.StoredWeights:
     """Returns what is wrong with a folder of weights, or the sizes of the model in it."""
     try:
         found = _READ[kind](folder)
     except RequestError as error:
-        found = StoredWeights(error.problems[0])
+        found = pretrained.StoredWeights(error.problems[0])
     except OSError as error:
-        where = str(error.filename or folder)
-        return StoredWeights(Problem(where, "cannot be read", error.strerror or str(error), "check the file's owner"))
+        where, todo = error.filename or folder, "check the file's owner"
+        return pretrained.StoredWeights(Problem.of_error(where, "cannot be read", error, todo))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         got = f"{type(error).__name__}: {error}"
         todo = "name another folder, or save it again with the program that wrote it"
-        found = StoredWeights(Problem(str(folder), f"holds something else than a {NAMES[kind]}", got, todo))
+        found = pretrained.StoredWeights(
+            Problem(str(folder), f"holds something else than a {pretrained.NAMES[kind]}", got, todo)
+        )
     there = format_of(folder) if found.problem is not None else None
     # Megatron's own files may look like DeepSpeed's: their names have been read.
-    known = there in (None, kind) or (kind, there) == (MEGATRON, DEEPSPEED)
-    return found if known else StoredWeights(_other_format(folder, kind, there or ""))
+    known = there in (None, kind) or (kind, there) == (pretrained.MEGATRON, pretrained.DEEPSPEED)
+    return found if known else pretrained.StoredWeights(_other_format(folder, kind, there or ""))
 
 
 def format_of(folder: Path) -> str | None:
@@ -68,57 +37,49 @@ def format_of(folder: Path) -> str | None:
     that a run of Tridock resumes from, and None for anything else."""
     if any(any(folder.glob(f"{place}{PROGRESS}")) for place in ("", "iter_*/")):
         return ""
-    if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (INDEX, SINGLE)):
-        return HF
-    if any(any(folder.glob(f"{place}mp_rank_*/{PLAIN}")) for place in ("", "iter_*/", "release/")):
-        return MEGATRON
+    if (folder / pretrained.CONFIG).is_file() and any(
+        (folder / name).is_file() for name in (pretrained.INDEX, pretrained.SINGLE)
+    ):
+        return pretrained.HF
+    if any(any(folder.glob(f"{place}mp_rank_*/{megatron_weights.PLAIN}")) for place in ("", "iter_*/", "release/")):
+        return pretrained.MEGATRON
     if not any(any(folder.glob(f"{place}*_model_states.pt")) for place in ("", "*/")):
         return None
-    return MEGATRON if (folder / TRACKER).is_file() else DEEPSPEED
+    return pretrained.MEGATRON if (folder / TRACKER).is_file() else pretrained.DEEPSPEED
 
 
 def _other_format(folder: Path, kind: str, there: str) -> Problem:
-    """Returns the problem of a folder that another format reads."""
-    what = f"is a {NAMES[there]}, no {NAMES[kind]}"
+    what = f"is a {pretrained.NAMES[there]}, no {pretrained.NAMES[kind]}"
     return Problem(str(folder), what, "", f"use train.load: {there}{':' if there else ''}{folder}")
 
 
-def _safetensors(folder: Path) -> StoredWeights:
-    if not (folder / CONFIG).is_file():
-        raise RequestError(Problem(str(folder), f"holds no {CONFIG}", "", SAVED))
-    config = read_config(folder)
-    shapes = {name: shape for name, (_, shape) in read_folder(folder).items()}
-    return StoredWeights(None, str(folder), shapes, {}, config, str(folder), has_config=True)
-
-
-def _deepspeed(folder: Path) -> StoredWeights:
-    checkpoint = deepspeed_folder(folder)
-    files = one_model_rank(checkpoint)
-    require_loadable((*files.models, *files.optimizers), DEEPSPEED_CLASSES, DEEPSPEED_TODO)
+def _deepspeed(folder: Path) -> pretrained.StoredWeights:
+    checkpoint = pretrained.deepspeed_folder(folder)
+    files = pretrained.one_model_rank(checkpoint)
+    require_loadable((*files.models, *files.optimizers), pretrained.DEEPSPEED_CLASSES, pretrained.DEEPSPEED_TODO)
     state = read_shapes(files.models[0])
     if files.optimizers:
         _require_ranks(checkpoint, read_shapes(files.optimizers[0]), len(files.optimizers))
-    shapes, aliases = _weights(state, files)
+    shapes, aliases, others = _weights(state, files)
     if not shapes:
         raise ValueError("no weights")
     if any(name.startswith(_OF_MEGATRON) for name in shapes):
-        raise RequestError(_other_format(folder, DEEPSPEED, MEGATRON))
-    place = config_folder(folder, checkpoint)
-    config = None if place is None else read_config(place)
+        raise RequestError(_other_format(folder, pretrained.DEEPSPEED, pretrained.MEGATRON))
+    place = pretrained.config_folder(folder, checkpoint)
+    config = None if place is None else pretrained.read_config(place)
     own = {name: shape for name, shape in shapes.items() if name not in aliases}
-    return StoredWeights(
-        None, str(checkpoint), shapes, aliases, config, str(place or ""), shown_sizes(own), config is not None
+    sizes, has_config = pretrained.shown_sizes(own), config is not None
+    return pretrained.StoredWeights(
+        None, str(checkpoint), shapes, aliases, config, str(place or ""), sizes, has_config, other_dtypes=others
     )
 
 
-def _weights(state: Mapping[str, Any], files: StateFiles) -> tuple[dict[str, Shape], dict[str, str]]:
-    """Returns the shapes of a model's weights, those that were frozen too, and the names of weights that are another
-    one, as :class:`tridock.train.checkpoints.deepspeed.DeepSpeedWeights` has them."""
-    shapes: dict[str, Shape] = {}
-    if files.has_module:
-        buffers = state.get("buffer_names") or ()
-        module = flat_names(state["module"]).items()
-        shapes |= {name: found for name, found in module if isinstance(found, Shape) and name not in buffers}
+def _weights(
+    state: Mapping[str, Any], files: pretrained.StateFiles
+) -> tuple[dict[str, Shape], dict[str, str], dict[str, str]]:
+    """Returns the shapes of a model's weights, those that were frozen too, the names of weights that are another one,
+    and types that are not read, as :class:`tridock.train.checkpoints.deepspeed.DeepSpeedWeights` has them."""
+    shapes = _shapes(megatron_weights.flat_names(state["module"]))  # ZeRO 3 has the model's weights empty there
     of_module = dict(shapes)
     if files.optimizers and state.get("param_shapes") is not None:
         for group in (*state["param_shapes"], state.get("frozen_param_shapes") or {}):
@@ -129,32 +90,38 @@ def _weights(state: Mapping[str, Any], files: StateFiles) -> tuple[dict[str, Sha
         if shapes[name] is found and first.setdefault(found.place, name) != name:
             aliases[name] = first[found.place]
     aliases |= {name: it for name, it in (state.get("shared_params") or {}).items() if it in shapes}
-    return shapes | {name: shapes[source] for name, source in aliases.items()}, aliases
+    frozen = megatron_weights.flat_names(state.get("frozen_param_fragments") or {})
+    others = {name: it.dtype for name, it in (shapes | frozen).items() if it.dtype not in pretrained.DTYPES}
+    return shapes | {name: shapes[source] for name, source in aliases.items()}, aliases, others
 
 
-def _megatron(folder: Path) -> StoredWeights:
-    checkpoint = megatron_folder(folder)
-    files = megatron_files(checkpoint)
-    todo = DEEPSPEED_TODO if files.states else MEGATRON_TODO
-    require_loadable(files.all, MEGATRON_CLASSES, todo)
-    arguments, parts = None, []
+def _megatron(folder: Path) -> pretrained.StoredWeights:
+    checkpoint = megatron_weights.megatron_folder(folder)
+    files = megatron_weights.megatron_files(checkpoint)
+    todo = pretrained.DEEPSPEED_TODO if files.states else pretrained.MEGATRON_TODO
+    require_loadable(files.all, pretrained.MEGATRON_CLASSES, todo)
+    arguments, parts, others = None, [], dict[str, str]()
     if files.layers:
         parts = [_of_layers(own) for own in files.layers]
     elif files.plain:
         for stages in files.plain:
             states = [read_shapes(file) for file in stages]
             arguments = arguments or getattr(states[0].get("args"), "state", None)
-            parts.append(_shapes(joined_stages(states)))
+            parts.append(_shapes(megatron_weights.joined_stages(states)))
     else:
         states = [read_shapes(own.models[0]) for own in files.states]
         arguments = getattr(states[0].get("args"), "state", None)
-        parts = [_weights(state, own)[0] for state, own in zip(states, files.states, strict=True)]
+        found = [_weights(state, own) for state, own in zip(states, files.states, strict=True)]
+        parts = [shapes for shapes, *_ in found]
+        others = {name: dtype for *_, it in found for name, dtype in it.items()}
         if parts[0] and not any(name.startswith(_OF_MEGATRON) for name in parts[0]):
-            raise RequestError(_other_format(folder, MEGATRON, DEEPSPEED))
+            raise RequestError(_other_format(folder, pretrained.MEGATRON, pretrained.DEEPSPEED))
     for own in files.states:
         if own.optimizers:
             _require_ranks(checkpoint, read_shapes(own.optimizers[0]), len(own.optimizers))
-    return megatron_sizes(checkpoint, parts, arguments)
+    if not files.states:
+        others = {name: it.dtype for part in parts for name, it in part.items() if it.dtype not in pretrained.DTYPES}
+    return megatron_weights.megatron_sizes(checkpoint, parts, arguments, others)
 
 
 def _of_layers(files: Mapping[int, Path]) -> dict[str, Shape]:
@@ -162,14 +129,14 @@ def _of_layers(files: Mapping[int, Path]) -> dict[str, Shape]:
     states = {number: read_shapes(file) for number, file in files.items()}
     last = max(files)
     return {
-        name_in_pipeline(number, last, name): it
+        megatron_weights.name_in_pipeline(number, last, name): it
         for number, state in states.items()
         for name, it in _shapes(state).items()
     }
 
 
 def _shapes(found: Mapping[str, Any]) -> dict[str, Shape]:
-    return {name: it for name, it in found.items() if isinstance(it, Shape)}
+    return {name: it if isinstance(it, Shape) else Shape() for name, it in found.items()}
 
 
 def require_loadable(files: Iterable[Path], classes: Collection[str], todo: str) -> None:
@@ -178,8 +145,8 @@ def require_loadable(files: Iterable[Path], classes: Collection[str], todo: str)
         if not is_whole(file):
             got = f"{file.stat().st_size:,} bytes"
             raise RequestError(Problem(str(file), "is cut short", got, "copy it again"))
-        if (foreign := foreign_class(read_named(file)[1], classes)) is not None:
-            raise RequestError(Problem(str(file), FOREIGN, foreign, todo))
+        if (foreign := pretrained.foreign_class(read_named(file)[1], classes)) is not None:
+            raise RequestError(Problem(str(file), pretrained.FOREIGN, foreign, todo))
 
 
 def _require_ranks(folder: Path, state: Any, found: int) -> None:
@@ -193,8 +160,8 @@ def _require_ranks(folder: Path, state: Any, found: int) -> None:
 
 _OF_MEGATRON: Final = "language_model."
 """How the names of Megatron's weights begin."""
-_READ: Final[Mapping[str, Callable[[Path], StoredWeights]]] = {
-    HF: _safetensors,
-    DEEPSPEED: _deepspeed,
-    MEGATRON: _megatron,
+_READ: Final[Mapping[str, Callable[[Path], pretrained.StoredWeights]]] = {
+    pretrained.HF: lambda folder: transformers_folder(folder)[0],
+    pretrained.DEEPSPEED: _deepspeed,
+    pretrained.MEGATRON: _megatron,
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
-from tridock.contracts.sinks import EXTRAS, NOTIFY, Reachable, find_python, has_wandb_login
+from tridock.contracts.trackers import LIBRARIES, NOTIFY, Reachable, find_python, has_wandb_login
 
 _PATIENCE_S: Final = 5.0
 _PORTS: Final = {"http": 80, "https": 443}
@@ -23,11 +23,11 @@ print(json.dumps([name for name, address in given.items() if apprise.Apprise.ins
 def reachable(
     names: Sequence[str], addresses: Sequence[str], notify: Mapping[str, str], *, asks_login: bool
 ) -> Reachable:
-    """Returns the modules of these sinks that no Python here has, and the servers that refuse connections.
+    """Returns the modules of these trackers that no Python here has, and the servers that refuse connections.
 
     ``notify``: apprise's addresses by variable; ``asks_login``: whether W&B's key must be here.
     """
-    modules = dict.fromkeys(EXTRAS[name][0] for name in names)
+    modules = dict.fromkeys(LIBRARIES[name] for name in names)
     missing = tuple(module for module in modules if find_python(module) is None)
     failures = {address: _failure(address) for address in dict.fromkeys(addresses)}
     return Reachable(
@@ -40,7 +40,7 @@ def reachable(
 
 def _unknown(notify: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the variables whose address apprise rejects; apprise's own messages would reveal secrets."""
-    python = find_python(EXTRAS[NOTIFY][0]) if notify else None
+    python = find_python(LIBRARIES[NOTIFY]) if notify else None
     if python is None:
         return ()
     done = subprocess.run(

@@ -4,19 +4,27 @@ A node's preflight reads them before a run starts. Objects of other classes beco
 """
 
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, reason_of
 
 
 class Shape(tuple[int, ...]):
     """The shape of a tensor. Tensors with the same ``place``, a storage and an offset, share their elements."""
 
     place: tuple[str, int] | None = None
+    dtype: str = "float32"
+    """torch's name of its type; that of a size alone is unknown."""
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: str
 
 
 class Inert:
@@ -59,10 +67,8 @@ def read_named(file: Path) -> tuple[Any, Sequence[str]]:
             with archive.open(name) as stream:
                 unpickler = _Unpickler(stream)
                 return unpickler.load(), unpickler.named
-    except OSError as error:
-        got = error.strerror or str(error)
     except Exception as error:  # whatever a damaged pickle makes of it
-        got = str(error) or type(error).__name__
+        got = reason_of(error) or type(error).__name__
     raise RequestError(Problem(str(file), "is no complete file of torch.save", got, "copy it again"))
 
 
@@ -87,15 +93,35 @@ def _read_legacy(file: Path) -> tuple[Any, Sequence[str]]:
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 
 
-def _rebuild_tensor(storage: str, offset: int, size: Any, *_: Any) -> Shape:
+def _rebuild_tensor(storage: _Storage, offset: int, size: Any, *_: Any) -> Shape:
     found = Shape(size)
-    found.place = (storage, offset)
+    found.place, found.dtype = (storage.key, offset), storage.dtype
     return found
 
+
+def _rebuild_typed(storage: _Storage, offset: int, size: Any, *more: Any) -> Shape:
+    """Of types that have no storage of their own, such as fp8."""
+    return _rebuild_tensor(_Storage(storage.key, str(more[3])), offset, size)
+
+
+_STORAGES: Final = {
+    "FloatStorage": "float32",
+    "BFloat16Storage": "bfloat16",
+    "HalfStorage": "float16",
+    "DoubleStorage": "float64",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "BoolStorage": "bool",
+}
+_DTYPE: Final = re.compile(r"^(u?int|b?float|complex|bool)[0-9a-z_]*$")
 
 _KNOWN: Final[dict[tuple[str, str], Callable[..., Any]]] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_typed,
     ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("torch", "Size"): Shape,
     ("collections", "OrderedDict"): OrderedDict,
@@ -109,8 +135,10 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         self.named.append(f"{module}.{name}")
+        if module == "torch" and (name in _STORAGES or _DTYPE.match(name)):
+            return _STORAGES.get(name, name)
         return _KNOWN.get((module, name), Inert)
 
-    def persistent_load(self, given: Any) -> str:
-        """Returns the key of a storage; torch's tuple begins with a word and the type."""
-        return str(given[2])
+    def persistent_load(self, given: Any) -> _Storage:
+        """torch's tuple begins with a word, the type and the key."""
+        return _Storage(str(given[2]), given[1] if isinstance(given[1], str) else "unknown")

@@ -5,14 +5,15 @@ import selectors
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Final, TypeVar
+from typing import Final, TypeVar
 
-from tridock.contracts import environment
+from tridock.contracts import environment, heartbeat
 from tridock.contracts.codec import decode
-from tridock.contracts.lease import RunLease
+from tridock.contracts.lease import HeldLease
 from tridock.contracts.node_answers import Space
 from tridock.contracts.rank_status import AgentMessage, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
@@ -25,7 +26,11 @@ _RECONNECT_S: Final = 1.0
 _PAUSE_S: Final = 5.0
 _CLOSE_S: Final = 1.0
 _EXIT_S: Final = 0.2
+_FIRST_ANSWER_S: Final = 60.0
+"""Seconds more for another node's first message: a busy machine or a scheduler may start its agent late."""
 _CHUNK: Final = 1 << 16
+_ALIVE: Final = AgentMessage()
+_NEVER: Final = RankStatus(0, heartbeat.OBSERVED, 0, 0, 0, 0.0, alive=False)
 _SLURM_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF")
 """The job variables that an agent keeps; srun would take the others as options for the agent's own step."""
 
@@ -33,19 +38,25 @@ _SLURM_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF")
 class _Connection:
     """The connection to one node's agent, which is restarted whenever it ends."""
 
-    def __init__(self, node: str, command: Sequence[str], patience_s: float = 0.0) -> None:
-        self.node, self._command = node, command
+    def __init__(self, node: str, ranks: Sequence[int], command: Sequence[str], patience_s: float = 0.0) -> None:
+        self.node, self.ranks, self._command = node, ranks, command
         self.last_message_at = time.monotonic() + patience_s
-        """The time of the node's last message."""
+        """The time of the node's last message; later than now while the agent's start may take long."""
         self.ssh_error = ""
         """The last line of ssh's stderr."""
-        self.statuses: tuple[RankStatus, ...] = ()
         self.disk: Space | None = None
+        self.stop_asked = False
         self.answers: list[AgentMessage] = []
+        self.forget_ranks()
         self._process: subprocess.Popen[bytes] | None = None
         self._partial_line = b""
         self._reconnect_at = 0.0
         self._sending = threading.Lock()
+
+    def forget_ranks(self) -> None:
+        """Forgets the ranks and where they were, for those that are started next."""
+        self.statuses: tuple[RankStatus, ...] = ()
+        self._container = ""
 
     def open(self, selector: selectors.BaseSelector) -> None:
         """Starts the agent, unless it runs or has just ended."""
@@ -58,28 +69,30 @@ class _Connection:
         process = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd="/", start_new_session=True
         )
-        orders, answers, errors = _pipes(process)
-        os.set_blocking(orders.fileno(), False)
-        selector.register(answers, selectors.EVENT_READ, (self, True))
-        selector.register(errors, selectors.EVENT_READ, (self, False))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._orders, self._answers, self._errors = process.stdin, process.stdout, process.stderr
+        os.set_blocking(self._orders.fileno(), False)
+        selector.register(self._answers, selectors.EVENT_READ, (self, True))
+        selector.register(self._errors, selectors.EVENT_READ, (self, False))
         self._process, self._partial_line = process, b""
 
     def send(self, order: str) -> None:
         """Sends an order; ignores a broken connection, which the next read closes."""
         with self._sending, suppress(OSError):
             if self._process is not None:
-                os.write(_pipes(self._process)[0].fileno(), f"{order}\n".encode())
+                os.write(self._orders.fileno(), f"{order}\n".encode())
 
     def read(self, selector: selectors.BaseSelector, *, answers: bool) -> None:
         """Reads what has arrived; closes a connection that has ended."""
         if self._process is None:
             return
-        pipe = _pipes(self._process)[1 if answers else 2]
-        chunk = os.read(pipe.fileno(), _CHUNK)
+        chunk = os.read((self._answers if answers else self._errors).fileno(), _CHUNK)
         if not answers:
             self._note_error(chunk)
             if not chunk:
-                selector.unregister(pipe)
+                selector.unregister(self._errors)
         elif chunk:
             self._take(chunk)
         else:
@@ -96,9 +109,25 @@ class _Connection:
             with suppress(ValueError):  # a login banner
                 message = decode(AgentMessage, line)
                 if message.ranks is not None:
-                    self.statuses, self.disk = message.ranks, message.disk
-                else:
+                    self.statuses, self.disk = (*message.ranks, *self._lost(message)), message.disk
+                    self._container = message.container
+                    self.stop_asked = self.stop_asked or message.stop_asked
+                elif message != _ALIVE:
                     self.answers.append(message)
+
+    def _lost(self, message: AgentMessage) -> Iterator[RankStatus]:
+        """Yields the ranks that a new agent does not know: they ended with their container, which may have reported
+        nothing yet, or an end that only its launcher saw.
+        """
+        reported = {status.rank for status in message.ranks or ()}
+        known = {status.rank: status for status in self.statuses}
+        if self._container not in ("", message.container):
+            ended = {rank for rank, status in known.items() if status.phase == heartbeat.END}
+            known = {rank: known.get(rank, _NEVER) for rank in self.ranks if rank not in ended}
+            known = {rank: replace(status, rank=rank, phase=heartbeat.OBSERVED) for rank, status in known.items()}
+        for rank, status in known.items():
+            if rank not in reported and status.phase == heartbeat.OBSERVED:
+                yield replace(status, alive=False)
 
     def close(self, selector: selectors.BaseSelector, deadline: float = 0.0, *, may_kill: bool = True) -> None:
         """Ends the connection; the next ``open`` makes another. The agent has until ``deadline`` to exit by itself.
@@ -109,25 +138,22 @@ class _Connection:
             process, self._process = self._process, None
             if process is None:
                 return
-            pipes = _pipes(process)
-            pipes[0].close()
-        for pipe in pipes[1:]:
+            self.last_message_at = min(self.last_message_at, time.monotonic())
+            self._orders.close()
+        for pipe in (self._answers, self._errors):
             if pipe in {key.fileobj for key in selector.get_map().values()}:
                 selector.unregister(pipe)
-        if not may_kill:
-            pipes[1].close()
-            pipes[2].close()
-            return
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(_EXIT_S, deadline - time.monotonic()))
-        process.kill()
-        process.wait()
-        # ssh closes its output before it prints the reason.
-        os.set_blocking(pipes[2].fileno(), False)
-        self._note_error(pipes[2].read() or b"")
-        for pipe in pipes[1:]:
-            pipe.close()
-        self._reconnect_at = time.monotonic() + _RECONNECT_S
+        if may_kill:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(_EXIT_S, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+            # ssh closes its output before it prints the reason.
+            os.set_blocking(self._errors.fileno(), False)
+            self._note_error(self._errors.read() or b"")
+            self._reconnect_at = time.monotonic() + _RECONNECT_S
+        self._answers.close()
+        self._errors.close()
 
     @property
     def connected(self) -> bool:
@@ -138,27 +164,17 @@ def _is_for_agent(name: str) -> bool:
     return name != environment.RUN_ID and (not name.startswith("SLURM_") or name in _SLURM_VARIABLES)
 
 
-def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-    """Returns the stdin for orders, the stdout with answers, and stderr."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    return process.stdin, process.stdout, process.stderr
-
-
 class AgentConnections:
     """The connections to the agents of all nodes that the supervisor watches."""
 
-    def __init__(self, folder: Path, supervision: Supervision, lease: RunLease) -> None:
+    def __init__(self, folder: Path, supervision: Supervision, lease: HeldLease) -> None:
         self._lease = lease
-        # A node that has voted for a newer supervisor refuses an older one's agent.
-        token = (f"--token={lease.token}",) if supervision.voters else ()
         self._nodes, self._remote = {}, supervision.remote
         for node in supervision.watched:
-            reach = supervision.reach if node in supervision.remote else Reach()
-            self._nodes[node] = _Connection(
-                node, reach.command(node, "agent", *token, str(folder), node), reach.first_answer_s
-            )
+            remote = node in supervision.remote
+            reach, patience_s = (supervision.reach, _FIRST_ANSWER_S) if remote else (Reach(), 0.0)
+            command, ranks = reach.command(node, "agent", str(folder), node), supervision.ranks.get(node, ())
+            self._nodes[node] = _Connection(node, ranks, command, patience_s)
         self._selector = selectors.DefaultSelector()
         self._polled = time.monotonic()
         self._closed = threading.Event()
@@ -191,7 +207,7 @@ class AgentConnections:
         now = time.monotonic()
         if now - self._polled > _PAUSE_S:
             for connection in self._nodes.values():
-                connection.last_message_at = now
+                connection.last_message_at = max(now, connection.last_message_at)
         self._polled = now
 
     def order(self, text: str) -> None:
@@ -206,6 +222,10 @@ class AgentConnections:
     def disks(self) -> dict[str, Space]:
         """Returns the disk with the run's folder for each node with a disk of its own."""
         return {node: connection.disk for node, connection in self._nodes.items() if connection.disk is not None}
+
+    def is_stop_asked(self) -> bool:
+        """Whether a user has stopped the run on some node."""
+        return any(connection.stop_asked for connection in self._nodes.values())
 
     def silence_s(self) -> dict[str, float]:
         """Returns the seconds since each node's last message, without pauses of this process."""
@@ -225,9 +245,13 @@ class AgentConnections:
     def stop(self, grace_s: float, patience_s: float) -> dict[str, int]:
         """Ends the run's processes on every node; returns how many remain on each node that answers in time."""
         answers = self._ask(f"stop {grace_s}", lambda message: message.stopped, patience_s)
-        for connection in self._nodes.values():
-            connection.statuses = ()  # the previous statuses mean nothing for the ranks started next
+        self.forget_ranks()
         return {node: stopped.remaining for node, stopped in answers.items()}
+
+    def forget_ranks(self) -> None:
+        """Forgets the ranks, for those that are started next."""
+        for connection in self._nodes.values():
+            connection.forget_ranks()
 
     def _ask(self, order: str, field: Callable[[AgentMessage], T | None], patience_s: float) -> dict[str, T]:
         for connection in self._nodes.values():

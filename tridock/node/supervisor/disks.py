@@ -7,6 +7,7 @@ from typing import Final
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event, append_event
 from tridock.contracts.node_answers import Space
+from tridock.errors import reason_of
 
 _ROOM_BYTES: Final = 1 << 16
 """Bytes on the disk that a restart needs for its logs and records."""
@@ -38,5 +39,5 @@ def no_room(folder: Path) -> str | None:
         run_folder.write_atomic(probe, bytes(_ROOM_BYTES))
         probe.unlink()
     except OSError as error:
-        return f"{folder} cannot be written: {error.strerror}"
+        return f"{folder} cannot be written: {reason_of(error)}"
     return None

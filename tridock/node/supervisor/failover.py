@@ -1,28 +1,33 @@
-"""Failover: queries the spares, lays the run out on other nodes, and sends them its new files."""
+"""Failover: queries the spares, lays the run out on other nodes, and sends them its new files.
 
-import hashlib
+The planner lays out a run with a plan, in a process of its own. Your own program keeps its ranks: a spare replaces each
+lost node, as Tridock cannot know whether it works on fewer. That takes the standard library alone; your image has
+nothing else.
+"""
+
 import io
 import json
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final
 
-from tridock.contracts import checkpoints, run_folder
+from tridock.contracts import run_folder
 from tridock.contracts.codec import decode
 from tridock.contracts.events import Event, append_event
 from tridock.contracts.node_answers import SpareStatus
+from tridock.contracts.records import read_plan, slots_of
 from tridock.contracts.supervision import NewLayout, Reach, Supervision
-from tridock.errors import ClusterError, Problem, RequestError
+from tridock.errors import ClusterError, Problem
 from tridock.node.agent.spare_lock import busy_with
-from tridock.node.supervisor.program_failover import on_spares
 
 _ASK_S: Final = 30.0
 _REPLAN_S: Final = 300.0
 _BEFORE: Final = "before-{}"
+_SCRIPTS: Final = (run_folder.LAUNCH_SCRIPT, run_folder.RESUME_SCRIPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +41,9 @@ class FailoverResult:
 def spare_status(folder: Path, *, reserve: bool = False) -> SpareStatus:
     """Returns a spare's answer. ``reserve``: reserves it for this run, unless it is busy with another."""
     manifest = json.loads((folder / run_folder.MANIFEST).read_text())
-    supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
-    files = [folder.parent.parent / name for name in manifest.get("data_sha256") or ()]
-    missing = tuple(str(path) for path in files if not path.is_file())
-    return SpareStatus(busy_with(folder.name, reserve=reserve), missing, _fingerprint(_newest(supervision)))
+    sizes = {folder.parent.parent / name: size for name, size in (manifest.get("data_bytes") or {}).items()}
+    missing = tuple(str(path) for path, size in sizes.items() if not path.is_file() or path.stat().st_size != size)
+    return SpareStatus(busy_with(folder.name, reserve=reserve), missing)
 
 
 def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, from_scratch: bool) -> FailoverResult:
@@ -60,9 +64,6 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, from_sc
     _keep(folder, files)
     try:
         for node in after.remote:
-            answer = answers.get(node) or _if_other_ranks(folder, supervision, after, node)
-            if not from_scratch and isinstance(answer, SpareStatus):
-                _bring_checkpoint(after, node, answer.checkpoint)
             send(after.reach, node, folder, _archive(files))
     except ClusterError as error:
         return FailoverResult(str(error) + unready)
@@ -73,26 +74,47 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, from_sc
     return FailoverResult(found.summary + unready, after)
 
 
-def _if_other_ranks(folder: Path, before: Supervision, after: Supervision, node: str) -> SpareStatus | str | None:
-    """Returns what a node has that gets other ranks than before, and so may lack their part of the checkpoint.
-
-    That happens where another node leads a run whose nodes do not share its folder.
-    """
-    changed = before.voters and before.ranks.get(node) != after.ranks[node]
-    return _ask(before.reach, folder, node) if changed else None
-
-
 def _new_layout(
     folder: Path, supervision: Supervision, lost: Sequence[str], ready: Sequence[str], from_scratch: bool
 ) -> NewLayout | str:
     """Returns the layout without the lost nodes, or why there is none."""
     if supervision.observed:
-        try:
-            return on_spares(folder, supervision, lost, ready)
-        except RequestError as error:
-            return str(error)
+        return _on_spares(folder, supervision, lost, ready)
     done = _replan(folder, supervision.head, lost, ready, from_scratch)
     return done.stderr.decode(errors="replace").strip() if done.returncode else decode(NewLayout, done.stdout)
+
+
+def _on_spares(folder: Path, supervision: Supervision, lost: Sequence[str], ready: Sequence[str]) -> NewLayout | str:
+    """Returns the run with a spare in the place of each lost node, or why there is none.
+
+    A spare needs the same slots as the node, which the nodes' scripts name.
+    """
+    plan = read_plan(folder)
+    slots, places = slots_of(plan), dict[str, str]()
+    for node in lost:
+        free = [name for name in ready if name not in places.values()]
+        spare = next((name for name in free if {*slots[node]} <= {*supervision.spares[name]}), None)
+        if spare is None:
+            what = f"no spare has the slots of {node}, {', '.join(map(str, sorted(slots[node])))}"
+            todo = f"bring {node} back, or add a spare to the cluster's settings"
+            return str(Problem(folder.name, what, ", ".join(free) or "none", todo))
+        if any(f"{node}:" in run_folder.read_text(folder / script) for script in _SCRIPTS):
+            what, todo = f"names slots of {node} in its command", f"bring {node} back, or use its first slots"
+            return str(Problem(folder.name, what, "--include", todo))
+        places[node] = spare
+    ranks = {places.get(node, node): numbers for node, numbers in supervision.ranks.items()}
+    remote = tuple(node for node in ranks if node != supervision.head)
+    spares = {node: numbers for node, numbers in supervision.spares.items() if node not in ranks}
+    for rank in plan["ranks"]:
+        rank["node"] = places.get(rank["node"], rank["node"])
+    hosts = [line.partition(" ") for line in (folder / run_folder.HOSTFILE).read_text().splitlines()]
+    files = {
+        run_folder.HOSTFILE: "".join(f"{places.get(node, node)} {slots}\n" for node, _, slots in hosts),
+        run_folder.PLAN: json.dumps(plan, indent=2) + "\n",
+        run_folder.SUPERVISION: replace(supervision, ranks=ranks, remote=remote, spares=spares).to_json(),
+    }
+    summary = "; ".join(f"{spare} takes the place of {node}" for node, spare in places.items())
+    return NewLayout(summary, "", len(plan["ranks"]), tuple(ranks), files)
 
 
 def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | str:
@@ -126,38 +148,12 @@ def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[
         return subprocess.CompletedProcess(command, 1, b"", f"did not answer within {timeout:.0f} s".encode())
 
 
-def _newest(supervision: Supervision) -> Path | None:
-    found = None if supervision.checkpoints is None else checkpoints.newest(Path(supervision.checkpoints))
-    return None if found is None else found[1]
-
-
-def _fingerprint(checkpoint: Path | None) -> str | None:
-    try:
-        return (
-            None if checkpoint is None else hashlib.sha256((checkpoint / checkpoints.MANIFEST).read_bytes()).hexdigest()
-        )
-    except OSError:
-        return None
-
-
-def _bring_checkpoint(supervision: Supervision, node: str, seen: str | None) -> None:
-    """Sends the newest checkpoint to a node that does not share the folder; its manifest comes last."""
-    checkpoint = _newest(supervision)
-    if checkpoint is None or seen == _fingerprint(checkpoint):
-        return
-    folder, manifest = checkpoint.parent, checkpoint / checkpoints.MANIFEST
-    files = sorted(
-        (path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: (path == manifest, path)
-    )
-    send(supervision.reach, node, folder, ((str(path.relative_to(folder)), path) for path in files))
-
-
 def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
     """Yields the files; the supervision file, which a node's agent reads, comes last."""
     yield from sorted(files.items(), key=lambda item: item[0] == run_folder.SUPERVISION)
 
 
-def send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, bytes | Path]]) -> None:
+def send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
     """Writes files below ``folder`` on a node. Raises :class:`ClusterError`."""
     pipe = subprocess.PIPE
     command = reach.command(node, "receive-files", str(folder))
@@ -175,12 +171,9 @@ def send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, bytes
         raise ClusterError(Problem(node, f"could not store the run's files in {folder}", stderr, todo))
 
 
-def _pack(files: Iterable[tuple[str, bytes | Path]], stream: IO[bytes]) -> None:
+def _pack(files: Iterable[tuple[str, bytes]], stream: IO[bytes]) -> None:
     with tarfile.open(fileobj=stream, mode="w|") as archive:
         for name, content in files:
-            if isinstance(content, Path):
-                archive.add(content, name, recursive=False)
-                continue
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(content), 0o644
             archive.addfile(entry, io.BytesIO(content))

@@ -5,7 +5,6 @@ It holds the lock of :mod:`tridock.contracts.run_state` until it exits.
 
 import fcntl
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -13,23 +12,26 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from tridock.contracts import appends, heartbeat, run_folder
-from tridock.contracts.lease import HeldLease, LeaseLostError, RunLease
-from tridock.contracts.run_state import LOCK, state_of
+from tridock.contracts.lease import EXPIRY_S, HeldLease, LeaseLostError, LeaseWatch
+from tridock.contracts.partials import partial_of
+from tridock.contracts.run_state import LOCK, RunState, exit_code_of, state_of
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
-from tridock.node.agent.processes import stop_processes
+from tridock.node.agent.node_agent import is_replaced
+from tridock.node.agent.processes import find_runs
 from tridock.node.queue import kept_out, start_next
 from tridock.node.supervisor.run_supervisor import RunSupervisor
-from tridock.node.supervisor.sinks import SinkProcesses
-from tridock.node.supervisor.voted_lease import VotedLease, prepared_at
+from tridock.node.supervisor.trackers import TrackerProcesses
 
 _POLL_S: Final = 0.2
 _ROOM_S: Final = 60.0
-_GRACE_S: Final = 3.0
+_REMOVED: Final = ".{}.removed"
+"""A run's folder that is being removed."""
 
 
 def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
@@ -44,6 +46,8 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
     for name in (run_folder.LAUNCH_SCRIPT, run_folder.SUPERVISION):
         if not (folder / name).is_file():
             raise _refused(str(folder), f"holds no {name}", "", "start runs with tridock launch or tridock train")
+    if again and state_of(folder) is RunState.INCOMPLETE:
+        raise _refused(run_id, "was never started", "its launch was interrupted", "begin anew: tridock run")
     with _alone(folder.parent):
         _refuse_port_in_use(folder)
         lock = _taken_again(folder, patience_s) if again else _taken(folder)
@@ -66,15 +70,35 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
     return pid
 
 
-def withdraw(folder: Path) -> bool:
-    """Removes the folder of a run, unless the run was started or is queued; returns whether that is so."""
+def withdraw(folder: Path, *, ended: bool = False) -> bool:
+    """Removes the folder of a run, unless the run was started or is queued; returns whether that is so.
+
+    ``ended``: also of a run that was started, unless it is running, or a running one began from its checkpoint.
+    """
+    for left in folder.parent.glob(_REMOVED.format("*")):  # by one that was killed
+        shutil.rmtree(left, ignore_errors=True)
     if not folder.is_dir():
         return False
     with kept_out(folder) as queued, _alone(folder.parent):
-        if queued or (folder / LOCK).exists():
+        if queued or (_is_in_use(folder) if ended else (folder / LOCK).exists()):
             return True
-        shutil.rmtree(folder)
+        gone = folder.rename(folder.with_name(_REMOVED.format(folder.name)))
+    with suppress(FileNotFoundError):  # another removal clears what it takes for left over
+        shutil.rmtree(gone)
     return False
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Whether a run is running, or is what a running one began from, which reads its checkpoint at a restart."""
+    here = find_runs()
+
+    def is_active(run: Path) -> bool:  # only its head holds the lock, and every node of it has processes
+        return state_of(run).is_active or (run.name in here and exit_code_of(run) is None)
+
+    others = (other for other in folder.parent.iterdir() if run_folder.is_run_id(other.name) and other != folder)
+    named = f"runs/{folder.name}/"
+    began_here = (it for it in others if named in run_folder.read_text(it / run_folder.EXPERIMENT))
+    return is_active(folder) or any(map(is_active, began_here))
 
 
 @contextmanager
@@ -91,20 +115,16 @@ def _alone(runs: Path) -> Iterator[None]:
 
 def _refuse_port_in_use(folder: Path) -> None:
     """Raises if the port is in use. A run started a second ago does not listen yet, so its port looks free."""
-    ours = _supervision(folder)
+    ours = Supervision.read(folder)
     for other in folder.parent.iterdir():
         if other == folder or not other.is_dir() or not state_of(other).is_active:
             continue
         with suppress(OSError, ValueError):  # a run of another version
-            theirs = _supervision(other)
+            theirs = Supervision.read(other)
             if (theirs.head, theirs.master_port) == (ours.head, ours.master_port):
                 what = f"launch.master_port is that of {other.name}, which is running"
                 todo = "leave launch.master_port out, or give each run its own"
                 raise _refused(folder.name, what, str(ours.master_port), todo)
-
-
-def _supervision(folder: Path) -> Supervision:
-    return Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
 
 
 def _taken(folder: Path) -> int:
@@ -144,12 +164,11 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def take_over(folder: Path, supervision: Supervision, lease: RunLease, previous: str) -> None:
+def take_over(folder: Path, supervision: Supervision, lease: HeldLease, previous: str) -> None:
     """Starts the supervisor on this node, which has the lease but no lock yet, to replace that of ``previous``."""
 
     def work() -> int:
         _replace_lock(folder)
-        lease.start()
         return _see_to_end(folder, supervision, lease, lambda supervisor: supervisor.take_over(previous))
 
     if os.fork() == 0:
@@ -158,7 +177,7 @@ def take_over(folder: Path, supervision: Supervision, lease: RunLease, previous:
 
 def _replace_lock(folder: Path) -> None:
     """Takes a new lock until this process exits: a file server may keep a lost node's lock for a long time."""
-    partial = folder / f"{LOCK}.{secrets.token_hex(8)}.part"
+    partial = partial_of(folder / LOCK)
     lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(lock, fcntl.LOCK_EX)
     partial.replace(folder / LOCK)
@@ -189,12 +208,9 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
 
     The inherited lock stays open until it exits, and is not passed on to the run.
     """
-    supervision = _supervision(folder)
-    try:
-        lease = _first_lease(folder, supervision)
-    except LeaseLostError as lost:
-        print(f"tridock: {lost}", flush=True)
-        return 1
+    supervision = Supervision.read(folder)
+    prepared_at = supervision.prepared_at or (folder / run_folder.SUPERVISION).stat().st_mtime
+    lease = HeldLease.first(folder, supervision.head, prepared_at)
 
     def begin(supervisor: RunSupervisor) -> None:
         supervisor.begin(supervisor.script() if again else run_folder.LAUNCH_SCRIPT)
@@ -204,21 +220,15 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
     return _see_to_end(folder, supervision, lease, begin)
 
 
-def _first_lease(folder: Path, supervision: Supervision) -> RunLease:
-    if supervision.voters:
-        return VotedLease.first(folder, supervision)
-    return HeldLease.first(folder, supervision.head, prepared_at(folder, supervision))
-
-
 def _see_to_end(
-    folder: Path, supervision: Supervision, lease: RunLease, begin: Callable[[RunSupervisor], int | None]
+    folder: Path, supervision: Supervision, lease: HeldLease, begin: Callable[[RunSupervisor], int | None]
 ) -> int:
     """Supervises the run to its end and records it; only exits if another node has taken over the run.
 
     ``begin`` returns the exit code of a run that cannot begin.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    sinks = SinkProcesses(folder, supervision)
+    trackers = TrackerProcesses(folder, supervision)
     with RunSupervisor(folder, supervision, lease) as supervisor:
 
         def note(*_: object) -> None:
@@ -229,20 +239,17 @@ def _see_to_end(
         signal.signal(signal.SIGUSR1, note)
         try:
             code = begin(supervisor)
-            sinks.start()
+            trackers.start()
             if code is None:
                 code = supervisor.run_to_end()
             lease.check()
         except LeaseLostError as lost:
             print(f"tridock: {lost}", flush=True)
             supervisor.abandon()
-            if lease.ends_ranks_here():
-                stop_processes(folder.name, _GRACE_S)
-            sinks.end()
+            trackers.end()
             return 0
     _record_end(folder, code)
-    lease.end()
-    sinks.close()
+    trackers.close()
     start_next(folder.parent.parent)
     return 0
 
@@ -258,3 +265,32 @@ def _record_end(folder: Path, code: int) -> None:
             if error.errno not in appends.NO_ROOM:
                 raise
             time.sleep(_POLL_S)
+
+
+_LOOK_S: Final = 1.0
+_STAGGER_S: Final = 1.5
+_LATEST_S: Final = 9.0
+
+
+def stand_in(folder: Path, node: str) -> None:
+    """Takes over the run once it has no supervisor: waits until the head's lease expires, then supervises it itself.
+
+    All nodes that share the run's folder do that, each a little later than the previous one; one gets the lease. The
+    head is among them, as it may have lost only its supervisor.
+
+    Returns when a supervisor is back, when the run has ended, or when this node may not take over.
+    """
+    supervision = Supervision.read(folder)
+    watch = LeaseWatch(folder)
+    # Without a lease the folder is this node's alone, and the head's records are not here.
+    if not supervision.may_be_taken_over or not watch.token:
+        return
+    patience = EXPIRY_S + min(_LATEST_S, _STAGGER_S * supervision.watched.index(node))
+    others = tuple(name for name in supervision.watched if name != node)
+    while exit_code_of(folder) is None and not (folder / run_folder.STOPPED).exists():
+        if watch.renewed or is_replaced(folder, node):
+            return
+        if watch.look() > patience and (taken := HeldLease.take(folder, watch.token, node)) is not None:
+            take_over(folder, replace(supervision, head=node, remote=others), taken, supervision.head)
+            return
+        time.sleep(_LOOK_S)

@@ -10,8 +10,9 @@ from typing import Final, Self
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event, events_of
-from tridock.contracts.lease import RunLease
+from tridock.contracts.lease import HeldLease
 from tridock.contracts.records import read_lines
+from tridock.contracts.run_state import mark_stopped
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RunError
 from tridock.node.agent.processes import find_processes
@@ -19,11 +20,8 @@ from tridock.node.probes import ports
 from tridock.node.supervisor.agent_connections import AgentConnections
 from tridock.node.supervisor.disks import Disks, no_room
 from tridock.node.supervisor.failover import move
-from tridock.node.supervisor.launcher_process import LauncherProcess
-from tridock.node.supervisor.preemption import ProgramPreemption
-from tridock.node.supervisor.printed_metrics import PrintedMetrics
-from tridock.node.supervisor.rank_table import RankTable
-from tridock.node.supervisor.replication import Replication
+from tridock.node.supervisor.launcher_process import LauncherProcess, ProgramPreemption
+from tridock.node.supervisor.rank_records import PrintedMetrics, RankTable, StepTimes
 from tridock.node.supervisor.restart import (
     RestartAttempt,
     cannot_help,
@@ -31,10 +29,10 @@ from tridock.node.supervisor.restart import (
     previous_attempts,
     refusal,
 )
-from tridock.node.supervisor.step_times import StepTimes
 from tridock.node.supervisor.verdict import (
     StatusByNode,
     Verdict,
+    each,
     first_death,
     first_gone,
     hung,
@@ -42,6 +40,7 @@ from tridock.node.supervisor.verdict import (
     overdue_ranks,
     rank_without_peer,
     recorded,
+    separate_worlds,
 )
 
 _TICK_S: Final = 0.1
@@ -63,12 +62,11 @@ _MAY_FOLLOW: Final = (Cause.RANK_EXITED, Cause.RANK_GONE, Cause.PROGRAM_FAILED)
 class RunSupervisor:
     """One run, from its first start to its last end."""
 
-    def __init__(self, folder: Path, supervision: Supervision, lease: RunLease) -> None:
+    def __init__(self, folder: Path, supervision: Supervision, lease: HeldLease) -> None:
         self._folder, self._supervision, self._lease = folder, supervision, lease
         self._agents = AgentConnections(folder, supervision, lease)
-        self._replication = Replication(folder, supervision, lease)
         self._steps = StepTimes()
-        self._metrics = PrintedMetrics(folder, supervision.metrics)
+        self._metrics = PrintedMetrics(folder, supervision)
         self._ranks, self._disks = RankTable(folder), Disks(folder)
         self._restarts: list[RestartAttempt] = []
         self._launcher: LauncherProcess | None = None
@@ -83,7 +81,6 @@ class RunSupervisor:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
-        self._replication.close()
         self._agents.close()
 
     def begin(self, script: str) -> None:
@@ -92,7 +89,8 @@ class RunSupervisor:
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
         self._lease.check()
         self._launcher = LauncherProcess(self._folder, script)
-        self._metrics.begin(self._launcher.log_offset)
+        self._metrics.begin(self._launcher.log_offset, self._supervision)
+        self._agents.forget_ranks()
         self._agents.poll(0.0)
 
     def take_over(self, previous: str) -> int | None:
@@ -123,7 +121,7 @@ class RunSupervisor:
 
         A run of your own program, which manages its own checkpoints, uses its resume command if it has one.
         """
-        if self._supervision.observed:
+        if self._supervision.observed:  # your own program: whatever it has saved, its script for that decides
             resumes = (self._folder / run_folder.RESUME_SCRIPT).exists()
         else:
             resumes = checkpoint_iteration(self._folder, self._supervision, self._lease.prepared_at) is not None
@@ -193,6 +191,10 @@ class RunSupervisor:
             self._ranks.note(seen)
             self._disks.note(self._agents.disks())
             self._metrics.read()
+            self._started.limit_log()
+            starts = not self._supervision.observed and self._steps.median is None
+            if starts and (refused := self._started.refused_login()) is not None:
+                return refused
             if self._is_program_preempted():
                 if lost := lost_node(self._agents.silence_s(), self._agents.ssh_errors()):
                     return lost
@@ -209,7 +211,7 @@ class RunSupervisor:
 
     def _wait_for_ranks(self) -> Verdict | None:
         """Waits until the ranks have saved and ended: the signal also reached their launcher, which does not wait."""
-        while any(status.alive for statuses in self._agents.statuses().values() for status in statuses):
+        while any(status.alive for _, status in each(self._agents.statuses())):
             self._agents.poll(_TICK_S)
             if self._is_stopped() or (verdict := first_death(self._agents.statuses())) is not None:
                 return None if self._is_stopped() else verdict
@@ -222,10 +224,12 @@ class RunSupervisor:
             return verdict
         if max(silence.values()) < _SILENT_S and (lost := rank_without_peer(seen)) is not None:
             return lost
+        if (apart := separate_worlds(seen, self._supervision.ranks, per_slot=self._supervision.per_slot)) is not None:
+            return apart
         overdue = overdue_ranks(seen, self._steps.median, self._supervision.hang_timeout_s)
         if not overdue:
             return None
-        living = [status.rank for statuses in seen.values() for status in statuses if status.alive]
+        living = [status.rank for _, status in each(seen) if status.alive]
         stacks = self._agents.stacks(living, _STACKS_PATIENCE_S)
         seen = self._agents.statuses()
         # Checked again: the rank may have continued before the stacks arrived.
@@ -233,9 +237,7 @@ class RunSupervisor:
         return hung(seen, overdue, stacks) if overdue else None
 
     def _launcher_verdict(self) -> Verdict | None:
-        """Returns why the launcher ended before the run did: a rank's death, which its node is about to report, or its
-        own.
-        """
+        """Returns why the launcher ended before the run: a rank's death, which its node will report, or its own."""
         deadline = time.monotonic() + _LAST_WORD_S
         while not self._is_done():
             if time.monotonic() > deadline:
@@ -309,7 +311,7 @@ class RunSupervisor:
             return False
         if self._started.exit_code == 0:
             return True
-        ended = {v.rank for statuses in self._agents.statuses().values() for v in statuses if v.phase == heartbeat.END}
+        ended = {status.rank for _, status in each(self._agents.statuses()) if status.phase == heartbeat.END}
         ranks = {rank for numbers in self._supervision.ranks.values() for rank in numbers}
         return bool(ranks) and ended == ranks
 
@@ -326,8 +328,7 @@ class RunSupervisor:
 
     def _node_without_head(self) -> Verdict | None:
         """Returns the node that ended its ranks because the head could not reach it: the others, and then the launcher,
-        failed without them.
-        """
+        failed without them."""
         lost = [] if self._started.was_killed else events_of(self._folder, Event.HEAD_LOST, self._events_before)
         return recorded(lost[0]) if lost else None
 
@@ -335,12 +336,16 @@ class RunSupervisor:
         return bool(events_of(self._folder, Event.RUN_PREEMPTED, self._events_before))
 
     def _is_stopped(self) -> bool:
-        return (self._folder / run_folder.STOPPED).exists()
+        stopped = (self._folder / run_folder.STOPPED).exists()
+        if not stopped and (stopped := self._agents.is_stop_asked()):
+            mark_stopped(self._folder)
+        return stopped
 
     def _record(self, verdict: Verdict) -> None:
         self._lease.check()
         known = (Event.RUN_FAILED, Event.NODE_FAILED, Event.HEAD_LOST)  # by ranks, the launcher, and a node's agent
-        if verdict.cause.event not in known:
+        own = verdict.cause in (Cause.LOGIN_REFUSED, Cause.SEPARATE_WORLDS) and self._failed_node(verdict.code) is None
+        if verdict.cause.event not in known or own:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
             given = {name: value for name, value in about.items() if value is not None}
             append_event(self._folder, verdict.cause.event, **given, reason=verdict.reason)
@@ -401,7 +406,7 @@ class RunSupervisor:
             if movable and self._silent and time.monotonic() > began + self._supervision.node_timeout_s:
                 if (refused := self._move()) is not None:
                     return f"{why}; {refused}"
-                deadline = time.monotonic() + _FIT_PATIENCE_S
+                deadline, began = time.monotonic() + _FIT_PATIENCE_S, time.monotonic()
             self._agents.poll(1.0)
         # The scripts and the rendezvous are the previous head's.
         return self._move() if self._must_move else None
@@ -415,9 +420,7 @@ class RunSupervisor:
             return moved.reason
         self._print(moved.reason)
         self._agents.close()
-        self._replication.close()
         self._supervision = moved.supervision
-        self._replication = Replication(self._folder, moved.supervision, self._lease)
         self._agents = AgentConnections(self._folder, moved.supervision, self._lease)
         self._must_move = False
         return None

@@ -3,14 +3,14 @@
 import math
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from tridock.contracts import heartbeat
 from tridock.contracts.events import Cause
 from tridock.contracts.rank_status import RankStatus
-from tridock.errors import RunError
+from tridock.errors import RequestError, RunError
 
 NODE_SILENCE_S: Final = 20.0
 """Seconds of silence after which a node counts as lost."""
@@ -29,6 +29,8 @@ _STOPPED_S: Final = 1.0
 """Seconds; a sampling debugger stops a process for less."""
 
 # 255 is ssh's own exit code; any other is the remote command's.
+LOGIN_REFUSED: Final = re.compile(r"Permission denied \([^)]*\)|Host key verification failed")
+"""ssh's own words for keys that do not match."""
 _LOST_SESSION: Final = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code 255$", re.MULTILINE)
 _WAITING: Final = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/torch/_tensor.py", "/deepspeed/")
 
@@ -62,17 +64,17 @@ StatusByNode = Mapping[str, Sequence[RankStatus]]
 """The status of the ranks, by node."""
 
 
+def each(statuses_by_node: StatusByNode) -> Iterator[tuple[str, RankStatus]]:
+    """Yields the ranks of all nodes, each with its node."""
+    return ((node, status) for node, statuses in statuses_by_node.items() for status in statuses)
+
+
 def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
     """Returns the rank that died or failed first; None while all live or have ended with success.
 
     Ranks that only lost a peer do not count until the peer's end is seen: its node may report it later.
     """
-    found = [
-        (_since(status), node, status)
-        for node, statuses in statuses_by_node.items()
-        for status in statuses
-        if _has_failed(status)
-    ]
+    found = [(_since(status), node, status) for node, status in each(statuses_by_node) if _has_failed(status)]
     if not found:
         return None
     since, node, status = max(found, key=lambda entry: (entry[0], -entry[2].rank))
@@ -91,8 +93,7 @@ def first_gone(statuses_by_node: StatusByNode, since: float = 0.0, code: int = R
     """
     gone = [
         (status.gone_s, -status.rank, node)
-        for node, statuses in statuses_by_node.items()
-        for status in statuses
+        for node, status in each(statuses_by_node)
         if status.phase == heartbeat.GONE and status.gone_s > since
     ]
     if not gone:
@@ -135,14 +136,27 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def separate_worlds(
+    statuses_by_node: StatusByNode, ranks: Mapping[str, Sequence[int]], *, per_slot: bool
+) -> Verdict | None:
+    """Returns that your own program trains on each node, or in each slot, without the others: it starts ranks itself,
+    and does not know of the other nodes. ``ranks``: those of the run, by node.
+    """
+    for node, status in each(statuses_by_node) if per_slot else ():
+        if status.alive and (size := status.inner_world_size):
+            how = f"runs the program once per slot, and each starts ranks itself, in a world of {size}"
+            return Verdict(Cause.SEPARATE_WORLDS, how, node, code=RequestError.exit_code)
+    sizes = {name: status.world_size for name, status in each(statuses_by_node) if status.alive and status.rank == 0}
+    node = next(iter(ranks))
+    if len(ranks) > 1 and all(0 < sizes.get(node, 0) <= len(numbers) for node, numbers in ranks.items()):
+        how = f"has a rank 0 in a world of {sizes[node]}, as have all {len(ranks)} nodes: each trains alone"
+        return Verdict(Cause.SEPARATE_WORLDS, how, node, code=RequestError.exit_code)
+    return None
+
+
 def rank_without_peer(statuses_by_node: StatusByNode) -> Verdict | None:
     """Returns a rank that has lost a peer, although no rank is seen to have died."""
-    found = [
-        (node, v)
-        for node, statuses in statuses_by_node.items()
-        for v in statuses
-        if v.phase == heartbeat.LOST and v.age_s > LOST_S
-    ]
+    found = [(node, it) for node, it in each(statuses_by_node) if it.phase == heartbeat.LOST and it.age_s > LOST_S]
     if not found:
         return None
     node, status = max(found, key=lambda entry: entry[1].age_s)
@@ -166,7 +180,18 @@ def lost_session(log: bytes) -> Verdict | None:
     found = _LOST_SESSION.search(log)
     if found is None:
         return None
-    return Verdict(Cause.SSH_SESSION_LOST, "dropped the ssh session in which its ranks were started", found[1].decode())
+    node = found[1].decode()
+    said = [
+        line.partition(": ")[2] for line in log.decode(errors="replace").splitlines() if line.startswith(f"{node}: ")
+    ]
+    if refused := [line for line in said if LOGIN_REFUSED.search(line)]:
+        return Verdict(Cause.LOGIN_REFUSED, login_refused(refused[-1]), node)
+    return Verdict(Cause.SSH_SESSION_LOST, "dropped the ssh session in which its ranks were started", node)
+
+
+def login_refused(line: str) -> str:
+    """Returns why a node's ranks cannot be started, from ssh's line."""
+    return f"does not let the head in: {line.strip()}"
 
 
 def overdue_ranks(statuses_by_node: StatusByNode, step_s: float | None, hang_s: float) -> list[tuple[str, RankStatus]]:
@@ -184,8 +209,7 @@ def overdue_ranks(statuses_by_node: StatusByNode, step_s: float | None, hang_s: 
     }
     return [
         (node, status)
-        for node, statuses in statuses_by_node.items()
-        for status in statuses
+        for node, status in each(statuses_by_node)
         if status.alive and (status.age_s > limits.get(status.phase, math.inf) or status.stopped_s > hang_s)
     ]
 
@@ -198,7 +222,7 @@ def hung(
     It is a stopped rank, or else one that is behind, or else one that does not wait in a collective. ``stacks`` are the
     frames of each rank's main thread as ``file:line in function``, the innermost first.
     """
-    living = [(node, status) for node, statuses in statuses_by_node.items() for status in statuses if status.alive]
+    living = [(node, status) for node, status in each(statuses_by_node) if status.alive]
     least = min(status.heartbeats for _, status in living)
     behind = [entry for entry in living if entry[1].heartbeats == least]
     odd = _odd_ones(behind, stacks)

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from tridock.errors import ClusterError, Problem
-from tridock.ops.doctor.finding import Finding, fail
-from tridock.ops.hosts.session import Session
+from tridock.ops.checks.finding import Finding, fail
+from tridock.ops.hosts.client import NodeClient
 from tridock.ops.rank_group import Reduced, parse, reduce_command
 from tridock.remote import Host, on_all, raise_failures
 
-LIMIT_S: Final = 45
-_PAIR_LIMIT_S: Final = 30
+LIMIT_S: Final = 90
+_PAIR_LIMIT_S: Final = 60
 _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 4
 _ALONE: Final = "the all-reduce fails among its own ranks"
@@ -25,20 +25,20 @@ Attempts = Callable[[Sequence[Group]], Mapping[Group, Reduced]]
 """Runs the all-reduce on groups of nodes, several at a time; the first node of a group leads."""
 
 
-def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, list[Finding]]:
+def reduce_all(client: NodeClient, port: int) -> tuple[Mapping[str, Any] | None, list[Finding]]:
     """Runs the all-reduce on all nodes. If it fails, tries smaller groups until the bad nodes are known."""
-    nodes = session.nodes
-    whole = _attempt(session, nodes, port, LIMIT_S)
+    nodes = client.hosts.nodes
+    whole = _attempt(client, nodes, port, LIMIT_S)
     if whole.result is not None:
         return whole.result, []
 
     def again(groups: Sequence[Group]) -> Mapping[Group, Reduced]:
         named = {",".join(group): group for group in groups}
-        hosts = {name: session.hosts[group[0]] for name, group in named.items()}
+        hosts = {name: client.hosts[group[0]] for name, group in named.items()}
 
         def one(name: str, _: Host) -> Reduced:
             few = named[name]
-            return _attempt(session, few, port + 1 + nodes.index(few[-1]) % _PORTS, _PAIR_LIMIT_S)
+            return _attempt(client, few, port + 1 + nodes.index(few[-1]) % _PORTS, _PAIR_LIMIT_S)
 
         tried = raise_failures(on_all(hosts, one, cap=_AT_ONCE))
         return {named[name]: done for name, done in tried.items()}
@@ -95,11 +95,11 @@ def _not_the_first(first: str, others: list[str], failed: Mapping[str, Reduced],
     return [((first, node), _PAIR, done.error) for node, done in failed.items()]
 
 
-def _attempt(session: Session, nodes: tuple[str, ...], port: int, limit: int) -> Reduced:
-    address = session.cluster.address_of(nodes[0])
-    slots = {node: session.cluster.everywhere[node] for node in nodes}
-    command = session.inside(nodes[0], *reduce_command(slots, address, port, limit))
+def _attempt(client: NodeClient, nodes: tuple[str, ...], port: int, limit: int) -> Reduced:
+    address = client.cluster.node(nodes[0]).address
+    slots = {node: client.cluster.everywhere[node] for node in nodes}
+    argv = reduce_command(slots, address, port, limit)
     try:
-        return parse(session.hosts[nodes[0]].run(command, timeout=limit + _MARGIN_S), limit)
+        return parse(client.run_inside(nodes[0], *argv, timeout=limit + _MARGIN_S), limit)
     except ClusterError as error:
         return Reduced(None, error.problems[0].what)

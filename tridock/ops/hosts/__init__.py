@@ -1,1 +1,1 @@
-"""Hosts and their nodes: sessions, facts, containers, image, keys."""
+"""Hosts and what they say; keys, and commands inside their nodes."""

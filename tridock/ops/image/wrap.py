@@ -23,7 +23,7 @@ def wrap(image: str, name: str, ca: str = "") -> int:
 
     Labels record its inputs: the image's id, if it is already here, and a digest of Tridock's code.
     """
-    labels = ((BASE, _label(image, "") or ""), (CODE, _code_digest()))
+    labels = ((BASE, image_id(image) or ""), (CODE, _code_digest()))
     return build_image(ImageOptions("wrap", image, name, ca, labels=labels), Path())
 
 
@@ -31,7 +31,7 @@ def ensure_wrapped(cluster: Cluster) -> None:
     """Builds the cluster's image if it is Tridock's layer on another one and is missing or outdated here."""
     if cluster.wraps is None:
         return
-    name, base = cluster.settings.image, _label(cluster.wraps, "")
+    name, base = cluster.settings.image, image_id(cluster.wraps)
     if _label(name, CODE) == _code_digest() and base in (None, _label(name, BASE)):
         return
     if base is None:  # its id later shows whether it has changed
@@ -50,9 +50,17 @@ def has_layer(image: str) -> bool:
     return shutil.which("docker") is None or _label(image, TITLE) == "tridock"
 
 
+def image_id(image: str) -> str | None:
+    """Returns the id of an image on this machine; None if the image or Docker is missing."""
+    return _inspected(image, "{{.Id}}")
+
+
 def _label(image: str, label: str) -> str | None:
-    """Returns an image's label (empty if unset), or its id without ``label``; None if there is no image."""
-    form = f'{{{{index .Config.Labels "{label}"}}}}' if label else "{{.Id}}"
+    """Returns an image's label (empty if unset); None if there is no image."""
+    return _inspected(image, f'{{{{index .Config.Labels "{label}"}}}}')
+
+
+def _inspected(image: str, form: str) -> str | None:
     done = LocalHost().run(Command.of("docker", "image", "inspect", "--format", form, image), timeout=30.0)
     return done.stdout.decode().strip() if done.exit_code == 0 else None
 

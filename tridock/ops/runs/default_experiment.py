@@ -1,9 +1,6 @@
 """The default experiment of a launch: a small GPT, with 3D parallelism if the slots allow it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -12,19 +9,9 @@ _MICRO_BATCH: Final = 4
 """The micro batch size in the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class DefaultExperiment:
-    """A file, the layout, the fields that it overrides, and the reason as text."""
-
-    config: Path
-    layout: str
-    overrides: tuple[str, ...]
-    reason: str
-
-
-def default_experiment(slots: Mapping[str, Sequence[int]]) -> DefaultExperiment:
+def default_layout(slots: Mapping[str, Sequence[int]]) -> tuple[str, tuple[str, ...], str]:
     """Chooses TP2 PP2 if the number of slots is a multiple of four, TP2 or PP2 for another even number, or else only
-    data parallelism."""
+    data parallelism. Returns the layout, the fields of :data:`CONFIG` that it overrides, and the reason."""
     counts = [len(numbers) for numbers in slots.values()]
     ranks = sum(counts)
     if ranks % 4 == 0:
@@ -43,19 +30,17 @@ def default_experiment(slots: Mapping[str, Sequence[int]]) -> DefaultExperiment:
         f"batch.global_batch_size={_MICRO_BATCH * replicas * max(2, 4 // replicas)}",
     )
     reason = "there is one slot" if ranks == 1 else f"{ranks} slots are {why}"
-    return DefaultExperiment(CONFIG, f"TP{tensor} PP{pipeline} DP{replicas}", overrides, reason)
+    return f"TP{tensor} PP{pipeline} DP{replicas}", overrides, reason
 
 
 def choose_experiment(
     config: Path | None, overrides: Sequence[str], slots: Mapping[str, Sequence[int]]
 ) -> tuple[Path, Sequence[str], str]:
-    """Returns the named experiment and its overrides, or else the default one with these overrides after its own, and a
-    note.
-    """
+    """Returns the named experiment and its overrides, else the default one's with these after its own, and a note."""
     if config is not None:
         return config, overrides, ""
-    chosen = default_experiment(slots)
-    note = f"no --config: {chosen.config}"
+    layout, own, reason = default_layout(slots)
+    note = f"no --config: {CONFIG}"
     if not any(override.startswith("parallel.") for override in overrides):
-        note += f" with {chosen.layout}, because {chosen.reason}"
-    return chosen.config, [*chosen.overrides, *overrides], note
+        note += f" with {layout}, because {reason}"
+    return CONFIG, [*own, *overrides], note

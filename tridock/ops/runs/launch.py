@@ -1,113 +1,213 @@
-"""``tridock launch``: from an experiment and a cluster to a run on its nodes."""
+"""From a prepared run to its start on the nodes of a cluster."""
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
+from tridock.cluster.settings import Cluster
 from tridock.command import Command
-from tridock.launchers.bundle import RunBundle, default_port
+from tridock.contracts import run_folder
+from tridock.contracts.node_answers import PlacedCode, QueuedRun
+from tridock.contracts.supervision import Supervision
+from tridock.errors import TridockError
+from tridock.experiment import CommandExperiment
+from tridock.launchers.run import RunBundle, make_bundle
 from tridock.launchers.ssh import Ssh
-from tridock.ops.hosts.nodes import ensure_up
-from tridock.ops.hosts.session import Session
-from tridock.ops.runs.preflight import Preflight, check_nodes
-from tridock.ops.runs.prepare import Prepared, assumptions_for, prepare, with_hosts_gpu
-from tridock.ops.runs.provenance import Approve
-from tridock.ops.runs.sinks import with_cluster_sinks
-from tridock.ops.runs.start import put_files
-from tridock.ops.runs.start_on_nodes import start_on_nodes
-from tridock.remote import Host
+from tridock.ops.checks.quick import check_quickly
+from tridock.ops.hosts.attached import NodesLock
+from tridock.ops.hosts.client import NODE, NodeClient
+from tridock.ops.nodes.containers import ensure_up, kept_up
+from tridock.ops.runs.cluster_runs import list_runs, refuse_slots_in_use, require_queue_node, slots_in_use
+from tridock.ops.runs.code import ARCHIVE_END, Code, archive_member, archive_of
+from tridock.ops.runs.neighbours import await_neighbours, refuse_slots_of_neighbours
+from tridock.ops.runs.prepared import Preflight, Prepared
+from tridock.ops.runs.provenance import Approve, provenance
+from tridock.ops.runs.removal import remove_interrupted, withdraw
+from tridock.ops.runs.trackers import RunTrackers, check_on_head, trackers_of
+from tridock.remote import Host, on_all
+
+_SEND_S = 600.0
+
+
+def put_files(client: NodeClient, bundle: RunBundle, code: Code | None) -> None:
+    """Writes a run's first files and its code on every node; sends only the files of code that the node lacks."""
+    store = f"{run_folder.WORKSPACE}/runs/{run_folder.CODE_STORE}"
+    # The last file tells the node that nothing is missing.
+    files = sorted(bundle.files.items(), key=lambda it: it[0] == run_folder.SUPERVISION)
+    files.insert(0, (run_folder.INCOMPLETE, b""))
+    packed = b"".join((*(archive_member(*it) for it in files), ARCHIVE_END))
+
+    def send(node: str, host: Host) -> None:
+        # The node writes them itself: on many hosts every process of a shell counts.
+        place = client.inside(node, *NODE, "place-code", "--files", bundle.path, interactive=True)
+        done = host.pipe((packed,), place, timeout=_SEND_S)
+        done = replace(done, command=f"write into {host_folder(client, node, bundle)}")
+        missing = client.answer(node, PlacedCode, "place-code", done).missing
+        if missing and code is not None:
+            receive = client.inside(node, *NODE, "receive-files", store, interactive=True)
+            host.pipe(archive_of(code, missing), receive, timeout=_SEND_S).checked(node)
+            argv = ("place-code", bundle.path)
+            placed = client.ask(node, PlacedCode, *argv, stdin=code.index.encode(), timeout=_SEND_S)
+            if placed.missing:
+                raise code.not_whole(placed.missing, f", on {node}")
+
+    client.hosts.each(send)
+
+
+def host_folder(client: NodeClient, node: str, bundle: RunBundle) -> str:
+    """Returns the run's folder on a node's host."""
+    return f"{client.workspace(node)}/runs/{bundle.run_id}"
+
 
 _TIMEOUT_S = 60.0
-DEMO_DATA = "data/demo"
-_DEMO_FILES = tuple(f"stdlib_text_document.{suffix}" for suffix in ("bin", "idx", "json"))
+_QUEUE_TIMEOUT_S = 180.0
 
 
-def prepare_on(session: Session, config: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Prepared:
-    """Returns the experiment prepared for the cluster's slots, as the settings describe them. Contacts no host."""
-    cluster = session.cluster
-    prepared = prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=force)
-    return replace(prepared, experiment=with_cluster_sinks(prepared.experiment, cluster.settings))
-
-
-def on_hosts_gpus(session: Session, prepared: Prepared) -> Prepared:
-    """Returns it for the hosts' own GPUs, if the settings name none. Contacts the hosts."""
-    return prepared.replanned(with_hosts_gpu(prepared.assessment.assumptions, session))
-
-
-def preview(session: Session, prepared: Prepared) -> RunBundle:
+def preview(cluster: Cluster, prepared: Prepared) -> RunBundle:
     """Returns the run as it would start, from what is known without contacting a host."""
-    port = prepared.experiment.launch.master_port or default_port(prepared.run_id)
-    return _bundle(session, prepared, port, image_id=None)
-
-
-def bring_demo_data(session: Session) -> str:
-    """Builds the demo data set on the head and copies it to the nodes that lack it; returns a line about it.
-
-    Brings the nodes up first: the data set is built in the head's container, so the operator's machine needs no extra
-    packages. Only for a launch that names no experiment: other data sets may be large and are copied by `tridock data
-    sync`.
-    """
-    ensure_up(session)
-    head = session.head
-    make = session.inside(head, "tridock", "data", "demo", "--folder", DEMO_DATA)
-    done = session.hosts[head].run(make, timeout=None).checked(head)
-
-    def lacks(node: str, host: Host) -> bool:
-        there = Command.of(
-            "sh", "-c", 'cd "$1" && test -r "$2" && test -r "$3"', "sh", folder_of(node), *_DEMO_FILES[:2]
-        )
-        return host.run(there, timeout=_TIMEOUT_S).exit_code != 0
-
-    def folder_of(node: str) -> str:
-        return f"{session.workspace(node)}/{DEMO_DATA}"
-
-    without_data = tuple(node for node, missing in session.each(lacks).items() if missing)
-    if without_data:
-        files = {name: session.hosts[head].get(f"{folder_of(head)}/{name}") for name in _DEMO_FILES}
-        session.each(lambda node, host: host.put_tree(files, folder_of(node)), only=without_data)
-    return done.stdout.decode().splitlines()[-1]
+    return _bundle(cluster, prepared, prepared.port)
 
 
 def launch(
-    session: Session,
+    client: NodeClient,
     prepared: Prepared,
     *,
     check: bool = True,
     share: bool = False,
     queue: bool = False,
     approve: Approve | None = None,
-) -> RunBundle:
-    """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head.
+) -> tuple[RunBundle, NodeClient]:
+    """Brings the nodes up, checks what the run needs, writes its files on all of them and starts it on the head.
 
-    ``check``, ``share``, ``queue`` and ``approve`` are those of :func:`start_on_nodes`. Without ``check`` only the
-    run's own files and its port are checked.
+    ``check`` runs the doctor's quick checks first; without it only the run's own files and its port are checked.
+    ``share`` allows slots that another run has in use; with ``queue`` the run waits for them, and this for those that
+    another cluster's run uses. ``approve`` is called with the run's manifest and plan before anything is written, and
+    may raise. An error or Ctrl-C leaves no files behind, as long as the head can say that the run has not started.
+    Returns a client of the nodes that are up, too.
     """
+    trackers = trackers_of(prepared.experiment)
+    if queue:
+        require_queue_node(client.hosts)
+    image_id, client = ensure_up(client)
+    if queue and not share:
+        client = await_neighbours(client)
+    answers: list[Preflight] = []
+    questions: list[Callable[[], object]] = []
+    if not share and not queue:
+        questions.append(lambda: refuse_slots_in_use(client))
+    if not share:
+        questions.append(lambda: refuse_slots_of_neighbours(client))
+    if check and not (queue and slots_in_use(client)):  # busy devices would fail the checks
+        on_cpu = prepared.experiment.env.get("DS_ACCELERATOR") == "cpu"
+        questions.append(lambda: check_quickly(client, on_cpu=on_cpu))
+    questions.append(lambda: check_on_head(client, trackers))
+    questions.append(lambda: answers.append(prepared.check_nodes(client)))
+    _ask_at_once(client, questions)
+    (found,) = answers
+    about = {"image_id": image_id, "image_manifest": found.image_manifest, **found.data}
+    bundle = _bundle(client.cluster, prepared, found.port, **about)
+    if approve is not None:
+        approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
+    with kept_up(client.hosts, image_id) as (lock, client):
+        runs = list_runs(client)
+        remove_interrupted(client, runs)
+        if not share and not queue:
+            refuse_slots_in_use(client, runs)
+        if not share:
+            refuse_slots_of_neighbours(client)
+        try:
+            put_files(client, bundle, prepared.code)
+            return start(client, lock, bundle, trackers, queue=queue), client
+        except (TridockError, KeyboardInterrupt):
+            # Folders on only some nodes would look like a run that never starts.
+            with suppress(TridockError):
+                if withdraw(client, bundle.run_id):
+                    print(f"run {bundle.run_id} has started, or is queued; see tridock status", file=sys.stderr)
+            raise
 
-    def bundle_of(image_id: str, found: Preflight) -> RunBundle:
-        with_data = replace(prepared, data=found.data)
-        return _bundle(session, with_data, found.port, image_id=image_id, image_manifest=found.image_manifest)
 
-    return start_on_nodes(
-        session,
-        prepared.experiment,
-        lambda: check_nodes(session, prepared.config, prepared.experiment, prepared.plan),
-        bundle_of,
-        lambda bundle: put_files(session, bundle),
-        check=check,
-        share=share,
-        queue=queue,
-        approve=approve,
-    )
+def _ask_at_once(client: NodeClient, questions: Sequence[Callable[[], object]]) -> None:
+    asked = {str(number): question for number, question in enumerate(questions)}
+    outcomes = on_all(dict.fromkeys(asked, client.hosts[client.head]), lambda it, _: asked[it](), len(asked))
+    for outcome in outcomes.values():
+        if outcome.error is not None:
+            raise outcome.error
 
 
-def _bundle(session: Session, prepared: Prepared, port: int, **image: object) -> RunBundle:
-    cluster = session.cluster
+def launch_again(
+    client: NodeClient,
+    run_id: str,
+    supervision: Supervision,
+    experiment: CommandExperiment,
+    *,
+    check: bool,
+    share: bool,
+) -> tuple[RunBundle, NodeClient]:
+    """Starts a run of the user's own program again: in its folder, with its resume command if it has one. Returns as
+    :func:`launch` does."""
+    trackers = trackers_of(experiment)
+    files = {run_folder.SUPERVISION: supervision.to_json().encode()}
+    bundle = RunBundle(run_id, f"{run_folder.WORKSPACE}/runs/{run_id}", Command(experiment.command), files)
+    image_id, client = ensure_up(client)
+    check_on_head(client, trackers)
+    if check:
+        check_quickly(client, on_cpu=experiment.env.get("DS_ACCELERATOR") == "cpu")
+    with kept_up(client.hosts, image_id) as (lock, client):
+        if not share:
+            refuse_slots_in_use(client)
+            refuse_slots_of_neighbours(client)
+        return start(client, lock, bundle, trackers, again=True), client
+
+
+def start(
+    client: NodeClient,
+    lock: NodesLock,
+    bundle: RunBundle,
+    trackers: RunTrackers,
+    *,
+    queue: bool = False,
+    again: bool = False,
+) -> RunBundle:
+    """Starts a run on the head, ``again`` if it has ended, or queues it; sends its trackers' secrets over stdin."""
+    secrets = json.dumps(dict(trackers.secrets)).encode() if trackers.secrets else None
+    options = ("--secrets",) if secrets else ()
+    if queue:
+        argv = ("enqueue", bundle.path, *options)
+        done = lock.node_verb(client, *argv, stdin=secrets, timeout=_QUEUE_TIMEOUT_S)
+        queued = client.answer(client.head, QueuedRun, argv[0], done)
+        _share_secrets(client, bundle, secrets)
+        return replace(bundle, waits_for=None if queued.started else queued.waits_for)
+    argv = ("start", bundle.path, *options, *(("--again",) if again else ()))
+    lock.node_verb(client, *argv, stdin=secrets, timeout=_TIMEOUT_S).checked(client.head)
+    _share_secrets(client, bundle, secrets)
+    return bundle
+
+
+def _share_secrets(client: NodeClient, bundle: RunBundle, secrets: bytes | None) -> None:
+    """Sends the secrets of a started run to the nodes that may supervise it if the head is lost."""
+    supervision = Supervision.from_json(bundle.files[run_folder.SUPERVISION].decode())
+    if secrets is None or not supervision.may_be_taken_over:
+        return
+
+    def keep(node: str, _: Host) -> None:
+        client.node_verb(node, "keep-secrets", bundle.path, stdin=secrets, timeout=_TIMEOUT_S).checked(node)
+
+    try:
+        client.hosts.each(keep, only=supervision.remote)
+    except TridockError as error:
+        print(f"warning: without the head this run would be sent to no tracker or address: {error}", file=sys.stderr)
+
+
+def _bundle(cluster: Cluster, prepared: Prepared, port: int, **own: object) -> RunBundle:
     about = {"cluster": cluster.name, "hostfile": cluster.hostfile.render(), "image": cluster.settings.image}
-    return prepared.bundle(
-        Ssh(),
+    run = replace(
+        prepared,
         master_port=port,
-        manifest=prepared.manifest(cluster.project_folder, **about, **image),
-        master_addr=cluster.address_of(session.head),
+        manifest={**provenance(cluster.project_folder), **about, **own, **prepared.manifest},
+        master_addr=cluster.node(cluster.head).address,
         spares=cluster.spares,
         addresses={node.name: node.address for node in cluster.nodes},
     )
+    return make_bundle(run, Ssh())

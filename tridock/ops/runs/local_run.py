@@ -16,35 +16,38 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tridock.contracts import environment, run_folder
-from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Evidence
+from tridock.contracts.records import check_run
 from tridock.contracts.run_state import exit_code_of
-from tridock.contracts.sinks import wait_for_delivery
-from tridock.engines import checkpoints_folder
+from tridock.contracts.trackers import wait_for_delivery
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
-from tridock.experiment import dump_experiment
-from tridock.launchers.bundle import RunBundle, default_port
+from tridock.experiment import CommandExperiment, dump_experiment
 from tridock.launchers.local import Local
+from tridock.launchers.run import RunBundle, make_bundle
 from tridock.ops.runs import rendezvous
-from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
-from tridock.ops.runs.prepare import Prepared, prepare
-from tridock.ops.runs.provenance import Approve, image_manifest, machine, packages
-from tridock.ops.runs.sinks import Sinks, check_here, sinks_of
+from tridock.ops.runs.code import place_code, read_code
+from tridock.ops.runs.prepare import Planned, prepare
+from tridock.ops.runs.prepared import prepare_command
+from tridock.ops.runs.provenance import Approve, image_manifest, machine, packages, provenance
 from tridock.ops.runs.this_machine import (
     CODE_FOLDER,
+    ask_here,
     default_ranks,
+    free_port,
     gpu_count,
     gpu_here,
     hidden_gpus,
     node_argv,
     node_environment,
 )
+from tridock.ops.runs.trackers import RunTrackers, check_here, trackers_of
+from tridock.ops.runs.triage import RunFailedError, failure_text, rank_to_look_at
 from tridock.plan import Assumptions, Plan
 from tridock.triage import facts_of
 
 HERE = "localhost"
 _DELIVERY_S = 60.0
-"""Seconds for the sinks, which end with this machine's container or job."""
+"""Seconds for the trackers, which end with this machine's container or job."""
 _RENDEZVOUS_PORT = 29500
 _GRACE_S = 10.0
 _FIRST_RANK_S = 120
@@ -77,8 +80,7 @@ class Place:
         if self.nnodes > 1 and self.master_addr is None:
             todo = "give the address of the node of rank 0, as the others reach it"
             problems.append(Problem("--master-addr", f"is needed for {self.nnodes} nodes", "nothing", todo))
-        if problems:
-            raise RequestError(problems)
+        RequestError.raise_for(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,8 @@ def run_here(
     """
     workspace = workspace.resolve()
     if not workspace.is_dir():
-        raise RequestError(
-            Problem("--workspace", "is not a folder", str(workspace), "give the folder that holds data/")
-        )
+        todo = "give the folder that holds data/"
+        raise RequestError(Problem("--workspace", "is not a folder", str(workspace), todo))
     place.check()
     ranks = ranks_here(nproc)
     prepared = prepare(config, place.slots(ranks), Assumptions(gpu=gpu_here()), overrides, force=force)
@@ -128,21 +129,22 @@ def run_here(
         what = "cannot be for nodes that are each started by hand"
         todo = "set it to 0, or start them with tridock launch"
         raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))
-    sinks = sinks_of(experiment) if place.node_rank == 0 else Sinks()
-    check_here(sinks)
+    trackers = trackers_of(experiment) if place.node_rank == 0 else RunTrackers()
+    check_here(trackers)
     prepared = prepared.with_files_of(workspace)
     alone = place.nnodes == 1
-    port = experiment.launch.master_port or (default_port(prepared.run_id) if alone else _RENDEZVOUS_PORT)
+    port = prepared.port if alone else experiment.launch.master_port or _RENDEZVOUS_PORT
     if not alone:
         prepared = replace(prepared, run_id=_agree(place, port, ranks, prepared))
     run_id = prepared.run_id
-    bundle = prepared.bundle(
-        Local(place.node_rank),
+    run = replace(
+        prepared,
         master_port=port,
         manifest=_manifest(prepared, ranks),
         master_addr=place.master_addr or "127.0.0.1",
         workspace=str(workspace),
     )
+    bundle = make_bundle(run, Local(place.node_rank))
     if approve is not None:
         approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
     folder = workspace / "runs" / run_id
@@ -155,11 +157,31 @@ def run_here(
         _announce(folder, prepared.plan, place)
     if place.node_rank:
         return Ended(folder, _join(folder, ranks, place.node_rank))
-    code = start_and_follow(folder, ranks, quiet=quiet, secrets=sinks.secrets)
+    code = start_and_follow(folder, ranks, quiet=quiet, secrets=trackers.secrets)
     if code == run_folder.EXIT_PREEMPTED:
-        saved_in = checkpoints_folder(prepared.experiment, f"runs/{folder.name}")
-        print(f"continue with --set {shlex.quote(f'train.load={saved_in}')}")
+        print(f"continue it with tridock resume runs/{folder.name}")
     return Ended(folder, code)
+
+
+def run_program_here(
+    experiment: CommandExperiment, source: Path, ranks: int, workspace: Path, approve: Approve
+) -> Ended:
+    """Runs your own program as this machine's ranks, with its code copied from ``source``, to its end; prints nothing
+    of its output. ``approve``: as of :func:`run_here`."""
+    workspace = workspace.resolve()
+    trackers = trackers_of(experiment)
+    check_here(trackers)
+    launcher, code = Local(library=str(CODE_FOLDER)), read_code(source / experiment.code)
+    prepared = prepare_command(experiment, code, {HERE: range(ranks)}, launcher)
+    manifest = {**provenance(CODE_FOLDER), **prepared.manifest}
+    bundle = make_bundle(
+        replace(prepared, master_port=free_port(), manifest=manifest, workspace=str(workspace)), launcher
+    )
+    approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
+    folder = workspace / "runs" / bundle.run_id
+    _write(folder, bundle, Place())
+    place_code(code, folder)
+    return Ended(folder, start_and_follow(folder, ranks, quiet=True, secrets=trackers.secrets))
 
 
 def ranks_here(nproc: int | None) -> int:
@@ -169,7 +191,7 @@ def ranks_here(nproc: int | None) -> int:
     return nproc or default_ranks()
 
 
-def _agree(place: Place, port: int, ranks: int, prepared: Prepared) -> str:
+def _agree(place: Place, port: int, ranks: int, prepared: Planned) -> str:
     """Returns the run's id once every node has joined with the same terms."""
     digest = hashlib.sha256(dump_experiment(prepared.experiment).encode()).hexdigest()
     terms = rendezvous.Terms(place.node_rank, place.nnodes, ranks, digest)
@@ -205,7 +227,7 @@ def start_and_follow(
     """Starts the run and prints its output, unless ``quiet``; returns its exit code.
 
     ``again``: resumes the run once its previous supervisor has ended, within ``patience_s`` seconds. ``secrets`` are
-    those of its sinks, which this function waits for at the end.
+    those of its trackers, which this function waits for at the end.
     """
     env = node_environment(ranks)
     log = folder / run_folder.LAUNCHER_LOG
@@ -229,29 +251,23 @@ def start_and_follow(
     if unsent := wait_for_delivery(folder, _DELIVERY_S):
         print(f"{', '.join(unsent)}: still sending; tridock track {shlex.quote(str(folder))} sends the rest")
     if code not in (0, run_folder.EXIT_STOPPED, run_folder.EXIT_PREEMPTED):
-        print(_why(folder, code, env), file=sys.stderr)
+        print(_why(folder, code), file=sys.stderr)
     return code
 
 
 def triage_here(folder: Path) -> RunFailedError:
-    """Returns why the run of a folder (also a fetched one) failed. Raises :class:`RequestError` if it did not."""
-    todo = "give runs/<run-id> of a run that failed"
-    if not (folder / run_folder.EXPERIMENT).is_file():
-        raise RequestError(Problem(str(folder), "is not a run's folder", "", todo))
-    code = exit_code_of(folder)
-    if code in (0, run_folder.EXIT_STOPPED):
-        raise RequestError(Problem(str(folder), "is the folder of a run that did not fail", f"exit code {code}", todo))
-    return _why(folder, code, node_environment(1))
+    """Returns why the run of a folder (also a fetched one) failed. Raises :class:`RequestError` if it is none."""
+    check_run(folder)
+    return _why(folder, exit_code_of(folder))
 
 
-def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedError:
-    done = subprocess.run([*node_argv(), "evidence", str(folder)], env=env, capture_output=True, check=True)
-    answer = decode(Evidence, done.stdout)
+def _why(folder: Path, code: int | None) -> RunFailedError:
+    answer = ask_here(Evidence, "evidence", str(folder), where=str(folder))
     ranks = answer.plan.get("ranks") or [{"node": HERE}]
     head = str(ranks[0]["node"])
     facts = facts_of({head: answer}, head, code)
     log = folder / (run_folder.rank_log(rank_to_look_at(facts)) if facts.has_log else run_folder.LAUNCHER_LOG)
-    return failed(Problem(folder.name, "the run failed", failure_text(facts), f"look at {log}"), facts)
+    return RunFailedError(Problem(folder.name, "the run failed", failure_text(facts), f"look at {log}"), facts)
 
 
 def _join(folder: Path, ranks: int, node_rank: int) -> int:
@@ -278,7 +294,9 @@ def _forwarding_signals(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
         argv = [*node_argv(), "save", str(folder), "--signal", str(number), "--patience", str(_FIRST_RANK_S)]
         subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
 
-    previous = {number: signal.signal(number, forward) for number in _SCHEDULERS}
+    # Of a caller that such a signal interrupts, as Ctrl-C does, the ranks are stopped instead.
+    numbers = [it for it in _SCHEDULERS if signal.getsignal(it) is not signal.default_int_handler]
+    previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield
     finally:
@@ -303,13 +321,14 @@ def _interrupted(folder: Path, env: Mapping[str, str]) -> int:
     return EXIT_INTERRUPTED
 
 
-def _manifest(prepared: Prepared, ranks: int) -> dict[str, object]:
+def _manifest(prepared: Planned, ranks: int) -> dict[str, object]:
     image = image_manifest()
-    return prepared.manifest(
-        CODE_FOLDER,
-        python=sys.version.split()[0],
-        image_manifest=image,
-        packages=packages() if image is None else None,
+    return {
+        **provenance(CODE_FOLDER),
+        **prepared.manifest,
+        "python": sys.version.split()[0],
+        "image_manifest": image,
+        "packages": packages() if image is None else None,
         # The number of threads changes how sums are split, and so their last bits.
-        machine={**machine(), "threads_per_rank": node_environment(ranks)["OMP_NUM_THREADS"]},
-    )
+        "machine": {**machine(), "threads_per_rank": node_environment(ranks)["OMP_NUM_THREADS"]},
+    }

@@ -3,13 +3,13 @@
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Final
 
 from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
-from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.runs.registry import Run, parse_rank, plan_of
+from tridock.ops.hosts.client import NODE, NodeClient
+from tridock.ops.runs.cluster_runs import Run, parse_rank, plan_of
 from tridock.remote import Stream
 
 SILENCE_S: Final = 4 * run_folder.BEAT_S
@@ -27,14 +27,14 @@ class LogStream:
         self._stream, self._head, self._run_id = stream, head, run_id
 
     def __iter__(self) -> Iterator[bytes]:
-        chunks: SimpleQueue[bytes | TridockError | None] = SimpleQueue()
-        # In a thread: a dead connection can block its reader beyond the timeout.
-        threading.Thread(target=self._read, args=(chunks,), daemon=True).start()
-        ended = False
+        ended, rest = False, b""
         try:
-            while (part := self._next(chunks)) is not None:
-                ended = ended or run_folder.END in part
-                if text := part.replace(run_folder.BEAT, b"").replace(run_folder.END, b""):
+            while (part := self._next()) is not None:
+                *texts, last = (rest + part).split(b"\0\0")
+                rest = last[-1:] if last.endswith(b"\0") else b""
+                texts.append(last.removesuffix(b"\0"))
+                ended = ended or any(run_folder.END in text for text in texts)
+                if text := b"\0".join(it.replace(run_folder.BEAT, b"").replace(run_folder.END, b"") for it in texts):
                     yield text
         finally:
             closing = threading.Thread(target=self._stream.close, daemon=True)
@@ -44,23 +44,13 @@ class LogStream:
             raise self._gone("its node ended", f"exit code {self._stream.exit_code}")
         self.exit_code = self._stream.exit_code
 
-    def _read(self, chunks: SimpleQueue[bytes | TridockError | None]) -> None:
+    def _next(self) -> bytes | None:
         try:
-            for part in self._stream:
-                chunks.put(part)
-        except TridockError as error:
-            chunks.put(error)
-        finally:
-            chunks.put(None)
-
-    def _next(self, chunks: SimpleQueue[bytes | TridockError | None]) -> bytes | None:
-        try:
-            part = chunks.get(timeout=SILENCE_S)
+            return self._stream.part(SILENCE_S)
         except Empty:
             raise self._gone(f"has said nothing for {SILENCE_S:.0f} s") from None
-        if isinstance(part, TridockError):
-            raise self._gone("the connection to it was lost", part.problems[0].got) from None
-        return part
+        except TridockError as error:
+            raise self._gone("the connection to it was lost", error.problems[0].got) from None
 
     def _gone(self, what: str, got: str = "") -> ClusterError:
         todo = "the nodes that have lost it end their ranks by themselves; see tridock status once it is back"
@@ -72,22 +62,23 @@ class LogStream:
             self._stream.close()
 
 
-def follow(session: Session, run: Run) -> LogStream:
+def follow(client: NodeClient, run: Run) -> LogStream:
     """Streams the run's output; ``exit_code`` is set at the end."""
-    command = session.inside(run.head, *NODE, "follow", "--keepalive", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
-    return LogStream(session.hosts[run.head].stream(command), run.head, run.run_id)
+    command = client.inside(run.head, *NODE, "follow", "--keepalive", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
+    return LogStream(client.hosts[run.head].stream(command), run.head, run.run_id)
 
 
-def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str, list[int]]:
+def choose_ranks(client: NodeClient, run: Run, ranks: str, node: str) -> dict[str, list[int]]:
     """Returns the selected ranks by node: those of ``ranks`` (as ``0,3``), or all of a node's.
 
     Raises :class:`RequestError` for ranks and nodes that are not part of the run.
     """
-    plan = plan_of(session, run)
+    plan = plan_of(client, run)
     if not plan.get("rank_logs", True):
         what, todo = "the launcher of this run prints the output of all ranks together", "leave the option out"
         raise RequestError(Problem("--rank" if ranks else "--node", what, ranks or node, todo))
-    places: dict[int, str] = {entry["rank"]: entry["node"] for entry in plan["ranks"]}
+    ranked = (entry for entry in plan.get("ranks", ()) if isinstance(entry.get("rank"), int))
+    places: dict[int, str] = {entry["rank"]: entry["node"] for entry in ranked}
     if node and node not in places.values():
         nodes = ", ".join(dict.fromkeys(places.values()))
         raise RequestError(Problem("--node", "has no rank of this run", node, f"use one of: {nodes}"))
@@ -103,16 +94,21 @@ def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str,
     if not chosen:
         todo = f"it runs on {', '.join(sorted({places[rank] for rank in wanted}))}"
         raise RequestError(Problem("--rank", f"is not on node {node}", ranks, todo))
+    if others := ", ".join(chosen.keys() - client.hosts.keys()):
+        todo = f"take the hostfile that the run was started with, or see {run.head}: {run_folder.PLAN}"
+        raise RequestError(Problem("--rank", "is on a node that the hostfile does not have", others, todo))
     return chosen
 
 
-def read_rank_logs(session: Session, run: Run, chosen: Mapping[str, Sequence[int]], *, follow: bool) -> Iterator[bytes]:
+def read_rank_logs(
+    client: NodeClient, run: Run, chosen: Mapping[str, Sequence[int]], *, follow: bool
+) -> Iterator[bytes]:
     """Yields the ranks' logs node by node; with ``follow``, their output until the run ends on those nodes.
 
     With several ranks each line starts with its rank.
     """
     prefix = sum(map(len, chosen.values())) > 1
-    streams = {node: _open(session, run, node, ranks, follow, prefix) for node, ranks in chosen.items()}
+    streams = {node: _open(client, run, node, ranks, follow, prefix) for node, ranks in chosen.items()}
     if not follow or len(streams) == 1:
         for node, stream in streams.items():
             yield from stream
@@ -121,10 +117,10 @@ def read_rank_logs(session: Session, run: Run, chosen: Mapping[str, Sequence[int
         yield from _mixed(streams)
 
 
-def _open(session: Session, run: Run, node: str, ranks: Sequence[int], follow: bool, prefix: bool) -> Stream:
+def _open(client: NodeClient, run: Run, node: str, ranks: Sequence[int], follow: bool, prefix: bool) -> Stream:
     flags = (*(("--follow",) if follow else ()), *(("--prefix",) if prefix else ()))
     argv = (*NODE, "rank-logs", run.run_id, *map(str, ranks), *flags)
-    return session.hosts[node].stream(session.inside(node, *argv))
+    return client.hosts[node].stream(client.inside(node, *argv))
 
 
 def _check(node: str, stream: Stream) -> None:
@@ -137,14 +133,16 @@ def _check(node: str, stream: Stream) -> None:
 
 def _mixed(streams: Mapping[str, Stream]) -> Iterator[bytes]:
     """Yields whole lines as they arrive, so that lines of different nodes never mix."""
-    chunks: SimpleQueue[tuple[str, bytes | TridockError | None]] = SimpleQueue()
+    chunks: Queue[tuple[str, bytes | TridockError | None]] = Queue(len(streams))
 
     def pump(node: str, stream: Stream) -> None:
         rest = b""
         try:
             for part in stream:
-                *lines, rest = (rest + part).split(b"\n")
-                chunks.put((node, b"".join(line + b"\n" for line in lines)))
+                lines, end, rest = (rest + part).rpartition(b"\n")
+                if len(rest) > run_folder.LONGEST_LINE:  # nothing has room for an endless line
+                    lines, rest = lines + end + rest, b""
+                chunks.put((node, lines + end))
             chunks.put((node, rest))
             _check(node, stream)
             chunks.put((node, None))

@@ -1,96 +1,51 @@
-"""Prepares a run, the same way for every launcher: its experiment, plan, problems and bundle.
+"""Prepares a run with a plan, the same way for every launcher.
 
-``tridock launch``, ``tridock train``, ``tridock slurm`` and ``tridock replan`` all call :func:`prepare`.
+``tridock launch``, ``tridock train``, ``tridock slurm`` and ``tridock replan`` all begin here.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 from tridock.cluster.settings import Cluster, load_cluster
 from tridock.contracts import run_folder
 from tridock.contracts.limits import LEAST_RATE, MOST_RANKS, MOST_RATE, MOST_SLOTS, refuse_too_many
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
-from tridock.gpus import Gpu, find_gpu
-from tridock.launchers.bundle import RunBundle
-from tridock.launchers.run import Launcher, RunRequest, make_bundle
+from tridock.gpus import Gpu, find_gpu, least_of
+from tridock.ops.hosts.client import NodeClient
+from tridock.ops.hosts.facts import States
 from tridock.ops.runs import preflight
-from tridock.ops.runs.provenance import provenance
+from tridock.ops.runs.prepared import Preflight, Prepared, Slots
+from tridock.ops.runs.trackers import with_cluster_trackers
 from tridock.plan import Assessment, Assumptions, Plan, assess
 from tridock.plan.goodput import RESTART_S, Failures
 
-if TYPE_CHECKING:  # `tridock plan` contacts no host and needs no ssh
-    from tridock.ops.hosts.session import Session
 
-Slots = Mapping[str, Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """An experiment that may run on these slots, under this run id."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned(Prepared):
+    """An experiment that may run on these slots, with its plan."""
 
     config: Path
     experiment: Experiment
     assessment: Assessment
-    slots: Slots
-    run_id: str
     force: bool = False
     """Starts even if the plan does not fit."""
-    data: Mapping[str, object] = field(default_factory=dict)
-    """The data's fingerprints, for the manifest."""
 
     @property
     def plan(self) -> Plan:
         return self.assessment.laid_out
 
-    def replanned(self, assumptions: Assumptions) -> Prepared:
-        """Returns it replanned with other assumptions. Raises :class:`RequestError` if the plan does not fit."""
-        assessment = assess(self.experiment, self.slots, str(self.config), assumptions)
-        assessment.checked(force=self.force)
-        return replace(self, assessment=assessment)
+    def check_nodes(self, client: NodeClient) -> Preflight:
+        """Asks every node whether the run can start there, as :func:`preflight.check_nodes` does."""
+        return preflight.check_nodes(client, self.config, self.experiment, self.plan)
 
-    def with_files_of(self, workspace: Path) -> Prepared:
+    def with_files_of(self, workspace: Path) -> Self:
         """Returns it with its data's fingerprints. Raises :class:`RequestError` if this machine's files do not fit."""
-        return replace(self, data=preflight.check_files(self.config, self.experiment, self.plan, workspace))
-
-    def manifest(self, code: Path, **own: object) -> dict[str, object]:
-        """Returns the run's manifest; ``code`` is the repository."""
-        train = self.experiment.train
-        about = {"config": str(self.config), "seed": train.seed, "tf32": train.tf32}
-        return {**provenance(code), **about, **own, **self.data}
-
-    def bundle(
-        self,
-        launcher: Launcher,
-        *,
-        master_port: int,
-        manifest: Mapping[str, object],
-        master_addr: str = "127.0.0.1",
-        workspace: str = run_folder.WORKSPACE,
-        spares: Slots | None = None,
-        addresses: Mapping[str, str] | None = None,
-        voters: tuple[str, ...] = (),
-    ) -> RunBundle:
-        """Returns the first command line and the first files of the run."""
-        request = RunRequest(
-            self.experiment,
-            self.assessment,
-            self.slots,
-            self.run_id,
-            master_port,
-            manifest,
-            master_addr,
-            workspace,
-            spares or {},
-            addresses or {},
-            voters,
-        )
-        return make_bundle(request, launcher)
+        data = preflight.check_files(self.config, self.experiment, self.plan, workspace)
+        return replace(self, manifest={**self.manifest, **data})
 
 
 def prepare(
@@ -101,15 +56,45 @@ def prepare(
     *,
     force: bool = False,
     run_id: str | None = None,
-) -> Prepared:
+) -> Planned:
     """Loads the experiment and plans it on the slots. Contacts no host.
 
     Raises :class:`RequestError` with every problem: invalid fields, a plan that does not fit.
     """
-    experiment = load_experiment(config, overrides)
-    assessment = assess(experiment, slots, str(config), assumptions)
+    assessment = assess(load_experiment(config, overrides), slots, str(config), assumptions)
     assessment.checked(force=force)
-    return Prepared(config, experiment, assessment, slots, run_id or run_folder.new_run_id(experiment.name), force)
+    return prepared_from(assessment, slots, run_id, force=force)
+
+
+def prepared_from(assessment: Assessment, slots: Slots, run_id: str | None = None, *, force: bool = False) -> Planned:
+    """Returns the run of a legal plan. Raises :class:`RequestError` if it is one of another program."""
+    experiment = assessment.resolved.experiment
+    if experiment.program is not None:
+        what, todo = "describes another program, which Tridock can plan but not start", "leave it out"
+        raise RequestError(Problem(f"{assessment.source}: program", what, experiment.program, todo))
+    return Planned(
+        config=Path(assessment.source),
+        experiment=experiment,
+        assessment=assessment.resolved,
+        slots=slots,
+        run_id=run_id or run_folder.new_run_id(experiment.name),
+        manifest={"config": assessment.source, "seed": experiment.train.seed, "tf32": experiment.train.tf32},
+        force=force,
+    )
+
+
+def prepare_on(cluster: Cluster, config: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Planned:
+    """Returns the experiment prepared for the cluster's slots, as the settings describe them. Contacts no host."""
+    prepared = prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=force)
+    return replace(prepared, experiment=with_cluster_trackers(prepared.experiment, cluster.settings))
+
+
+def on_hosts_gpus(states: States, prepared: Planned) -> Planned:
+    """Replans it for GPUs of the hosts, if the settings name none. Raises :class:`RequestError` if it does not fit."""
+    assumptions = with_hosts_gpu(prepared.assessment.assumptions, states)
+    assessment = assess(prepared.experiment, prepared.slots, str(prepared.config), assumptions)
+    assessment.checked(force=prepared.force)
+    return replace(prepared, assessment=assessment)
 
 
 def slots_of(
@@ -127,8 +112,7 @@ def slots_of(
         if not 1 <= number <= most:
             what = "must be at least 1" if number < 1 else f"must be at most {most}"
             problems.append(Problem(option, what, str(number), "give a number"))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
     slots = {f"node-{number}": range(gpus_per_node) for number in range(nodes)}
     refuse_too_many(slots, "--nodes", "give fewer nodes, or fewer --gpus-per-node")
     return None, slots
@@ -187,13 +171,12 @@ def _check_numbers(*options: tuple[str, float | None, float, float, str]) -> Non
             is_number = value > 0 and math.isfinite(value)
             what = f"must be from {least:g} to {most:g}" if is_number else "must be a number above 0"
             problems.append(Problem(option, what, f"{value:g}", f"give one, as in {example}"))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
 
 
-def with_hosts_gpu(assumptions: Assumptions, session: Session) -> Assumptions:
-    """Returns the same assumptions; if no GPU is named, with the hosts' GPU of least memory."""
+def with_hosts_gpu(assumptions: Assumptions, states: States) -> Assumptions:
+    """Returns the same assumptions; if no GPU is named, with what each of the hosts' GPUs has at least."""
     if assumptions.gpu is not None:
         return assumptions
-    found = [state.gpu for state in session.states().values() if state.gpu is not None]
-    return replace(assumptions, gpu=min(found, key=lambda gpu: gpu.memory_mib)) if found else assumptions
+    found = [state.gpu for state in states.values() if state.gpu is not None]
+    return replace(assumptions, gpu=least_of(found)) if found else assumptions

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,11 +19,17 @@ Approve = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 """Called with the manifest and plan of a run that is about to start; may raise."""
 
 
+def operator() -> str:
+    """Returns who runs this command, in the words of ``started_by``: ``user@machine``."""
+    return f"{os.environ.get('USER') or os.getuid()}@{socket.gethostname()}"
+
+
 def provenance(folder: Path) -> dict[str, object]:
-    """Returns Tridock's version, the time, and the commit of the repository ``folder`` if git knows one."""
+    """Returns Tridock's version, who starts a run and when, and the commit of the repository ``folder``, if any."""
     commit, changes = git_output(folder, "rev-parse", "HEAD"), git_output(folder, "status", "--porcelain")
     return {
         "tridock": __version__,
+        "started_by": operator(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": commit,
         "git_dirty": None if changes is None else changes != "",
@@ -60,9 +67,13 @@ def _processor() -> str:
 def git_output(folder: Path, *arguments: str) -> str | None:
     """Returns git's output for a folder; None if git is missing or fails, as outside a repository."""
     # Without its optional locks git only reads: a dry run does not write the repository's index.
-    argv = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    # Nor does it run programs that the folder's own .git/config names.
+    own = ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]
+    plain = ["--no-ext-diff", "--no-textconv"] if arguments[0] == "diff" else []
+    argv = ["git", "--no-optional-locks", *own, "-C", str(folder), arguments[0], *plain, *arguments[1:]]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="surrogateescape", check=False)
+        done = subprocess.run(argv, capture_output=True, check=False)
     except FileNotFoundError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    # Names may begin with a blank, and lines end with a carriage return, which are theirs.
+    return os.fsdecode(done.stdout).removesuffix("\n") if done.returncode == 0 else None

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from tridock.contracts.codec import decode, encode
 from tridock.errors import ClusterError, Problem, RequestError
@@ -65,8 +65,7 @@ def lead(port: int, terms: Terms, run_id: str, say: Say, patience: float = PATIE
         for peer in peers:
             with contextlib.suppress(OSError):  # the ranks will notice a node that has disappeared
                 peer.sendall(f"{encode(Answer(run_id, tuple(problems)))}\n".encode())
-        if problems:
-            raise RequestError(problems)
+        RequestError.raise_for(problems)
 
 
 def follow(address: str, port: int, terms: Terms, say: Say, patience: float = PATIENCE_S) -> str:
@@ -91,33 +90,28 @@ def _differences(ours: Terms, theirs: Terms, missing: set[int]) -> list[Problem]
         free = ", ".join(str(rank) for rank in sorted(missing)) or "none"
         todo = "give every node a rank of its own"
         return [Problem(where, "this rank is taken or not one of the nodes", f"free are {free}", todo)]
-    texts = {
-        "nnodes": ("counts another number of nodes than node 0", "give the same number everywhere"),
-        "nproc": ("starts another number of ranks than node 0", "give the same number everywhere"),
-        "experiment_sha256": (
-            "has another experiment than node 0",
-            "give the same file and the same changes everywhere",
+    terms = (
+        (theirs.nnodes, ours.nnodes, "counts another number of nodes", "number"),
+        (theirs.nproc, ours.nproc, "starts another number of ranks", "number"),
+        (
+            theirs.experiment_sha256[:12],
+            ours.experiment_sha256[:12],
+            "has another experiment",
+            "file and the same changes",
         ),
-    }
+    )
     return [
-        Problem(where, texts[field.name][0], _values(field.name, ours, theirs), texts[field.name][1])
-        for field in fields(Terms)
-        if field.name in texts and getattr(ours, field.name) != getattr(theirs, field.name)
+        Problem(where, f"{what} than node 0", f"{own}, not {first}", f"give the same {todo} everywhere")
+        for own, first, what, todo in terms
+        if own != first
     ]
-
-
-def _values(name: str, ours: Terms, theirs: Terms) -> str:
-    theirs_, ours_ = (str(getattr(terms, name))[:12] for terms in (theirs, ours))
-    return f"{theirs_}, not {ours_}"
 
 
 def _listen(port: int) -> socket.socket:
     try:
         # On all addresses of both families, if the machine has both.
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    except OSError:
-        pass
-    try:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
         todo = "end what listens there, or set launch.master_port (MASTER_PORT) to another, on every node"
@@ -142,9 +136,8 @@ def _connect(address: str, port: int, deadline: float, say: Say) -> socket.socke
         except OSError as error:
             if time.monotonic() + _RETRY_S > deadline:
                 todo = "start node 0 there, and open this port between the nodes"
-                raise ClusterError(
-                    Problem(f"{address}:{port}", "node 0 does not answer", _reason(error), todo)
-                ) from None
+                what = "node 0 does not answer"
+                raise ClusterError(Problem(f"{address}:{port}", what, _reason(error), todo)) from None
             if not waiting:
                 say(f"waiting for node 0 at {address}:{port}")
             waiting = True

@@ -1,24 +1,21 @@
 """Lays out a run that has lost nodes again, on spares or fewer nodes. Reads the run's folder, writes nothing."""
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from tridock.contracts import run_folder
-from tridock.contracts.checkpoints import ZERO_RANK, newest
-from tridock.contracts.codec import encode
-from tridock.contracts.records import read_plan, slots_of
+from tridock.contracts.records import read_object, read_plan, slots_of
 from tridock.contracts.supervision import NewLayout, Supervision
-from tridock.engines import checkpoints_folder, engine_of
+from tridock.engines import program_of
 from tridock.errors import Problem, RequestError
-from tridock.experiment import Experiment, load_experiment
+from tridock.experiment import Experiment, recorded_experiment
 from tridock.gpus import find_gpu
 from tridock.launchers import LAUNCHERS
-from tridock.launchers.bundle import RunBundle
-from tridock.ops.runs.prepare import Prepared
+from tridock.launchers.run import RunBundle, make_bundle
+from tridock.ops.runs.prepare import prepared_from
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.node_loss import fewer_replicas, other_layout
 
@@ -33,16 +30,16 @@ class Replanned:
     assessment: Assessment
     summary: str
 
-    def to_json(self) -> str:
-        """Serializes it for the run's supervisor, which sends the files to the nodes."""
+    def new_layout(self) -> NewLayout:
+        """Returns it for the run's supervisor, which sends the files to the nodes."""
         files = {name: content.decode() for name, content in self.bundle.files.items()}
         plan = self.assessment.laid_out
         nodes = tuple(slots_of(plan.document()))
-        return encode(NewLayout(self.summary, str(plan.layout), plan.world_size, nodes, files)) + "\n"
+        return NewLayout(self.summary, str(plan.layout), plan.world_size, nodes, files)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """A run as its folder records it."""
 
     folder: Path
@@ -51,32 +48,27 @@ class Run:
     manifest: Mapping[str, Any]
     supervision: Supervision
 
-    @property
-    def checkpoints(self) -> str:
-        return checkpoints_folder(self.experiment, str(self.folder))
-
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Reads a run's folder. Raises :class:`RequestError` if it is none."""
         try:
             texts = {name: (folder / name).read_text(errors="replace") for name in _READ}
         except OSError as error:
-            got = error.strerror or str(error)
-            todo = "give the folder of a run that tridock launch started"
-            raise RequestError(Problem(str(folder), f"has no {Path(error.filename).name}", got, todo)) from None
+            what, todo = f"has no {Path(error.filename).name}", "give the folder of a run that tridock launch started"
+            raise RequestError(Problem.of_error(folder, what, error, todo)) from None
         name = run_folder.SUPERVISION
-        try:
+        with RequestError.in_place_of((ValueError, RecursionError), folder / name, "is damaged", _DAMAGED):
             supervision = Supervision.from_json(texts[name])
-            name = run_folder.MANIFEST
-            manifest = json.loads(texts[name])
-        except (ValueError, RecursionError) as error:
-            raise RequestError(Problem(str(folder / name), "is damaged", str(error), _DAMAGED)) from None
-        if not (plan := read_plan(folder)):
-            raise RequestError(Problem(str(folder / run_folder.PLAN), "is damaged", "", _DAMAGED))
+            if supervision.launcher not in LAUNCHERS:
+                raise ValueError(f"no launcher is named {supervision.launcher!r}")
+        plan, manifest = read_plan(folder), read_object(folder / run_folder.MANIFEST)
+        for name, content in ((run_folder.MANIFEST, manifest), (run_folder.PLAN, plan)):
+            if not content:
+                raise RequestError(Problem(str(folder / name), "is damaged", "", _DAMAGED))
         if supervision.scheduler is not None:
             todo = "let it replace the node: the job is queued again"
             raise RequestError(Problem(str(folder), "is a run under a scheduler", supervision.scheduler, todo))
-        return cls(folder.resolve(), load_experiment(folder / run_folder.EXPERIMENT), plan, manifest, supervision)
+        return cls(folder.resolve(), recorded_experiment(folder), plan, manifest, supervision)
 
     @property
     def assumptions(self) -> Assumptions:
@@ -86,7 +78,7 @@ class Run:
     @property
     def force(self) -> bool:
         """Whether it was started with a plan that did not fit."""
-        return bool(self.plan["verdict"] == "no-fit")
+        return self.plan.get("verdict") == "no-fit"
 
 
 _DAMAGED = "take it from another node of the run"
@@ -101,23 +93,21 @@ def replan(
     ``from_scratch``: there is no checkpoint to continue from. ``head``: the node that leads the run from now on. Raises
     :class:`RequestError` with the reasons and a layout that would run.
     """
-    run = Run.read(folder)
+    run = RecordedRun.read(folder)
     before = slots_of(run.plan)
     head = head or run.supervision.head
     _check_names(run, before, lost, ready, head)
-    if not from_scratch:
-        _check_parts(run, lost)
     after, places = _with_spares(run.supervision, before, lost, ready)
     after = {head: after[head], **after}
     if len(after) == len(before):
         assessment = assess(run.experiment, after, run.folder.name, run.assumptions)
     else:
         assessment = _with_fewer(run, after, lost, from_scratch)
-    summary = _summary(run, before, assessment, places, lost, head)
+    summary = "; ".join(_changes(run, before, assessment, places, lost, head))
     return Replanned(_bundle(run, assessment, head), assessment, summary)
 
 
-def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[str], head: str) -> None:
+def _check_names(run: RecordedRun, before: Slots, lost: Sequence[str], ready: Sequence[str], head: str) -> None:
     problems = [
         Problem("--without", "is not a node of the run", repr(node), f"use one of {', '.join(before)}")
         for node in lost
@@ -131,27 +121,9 @@ def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[s
     if head not in before:
         problems.append(Problem("--head", "is not a node of the run", repr(head), f"use one of {', '.join(before)}"))
     if head in lost:
-        todo = f"start it again on the other nodes with {shlex.quote(f'train.load={run.checkpoints}')}"
+        todo = f"continue it on the other nodes with tridock resume --exclude {shlex.quote(head)}"
         problems.append(Problem("--without", "is the run's head, without which it cannot continue", head, todo))
-    if problems:
-        raise RequestError(problems)
-
-
-def _check_parts(run: Run, lost: Sequence[str]) -> None:
-    """Raises if shards may be lost: each rank writes a part of ZeRO's checkpoint."""
-    experiment, folder = run.experiment, run.supervision.checkpoints
-    if folder is None or not engine_of(experiment).splits_checkpoint_by_rank(experiment):
-        return
-    if (found := newest(Path(folder))) is None:
-        return
-    checkpoint = found[1]
-    names = [path.name for path in checkpoint.glob("*optim_states.pt")]
-    there = {int(match[1]) for name in names if (match := ZERO_RANK.match(name))}
-    if gone := [rank["rank"] for rank in run.plan["ranks"] if rank["node"] in lost and rank["rank"] not in there]:
-        what = f"lacks the parts of rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
-        got = f"they lay on {', '.join(lost)} alone"
-        todo = "bring the node back, or keep runs/ on a file system that all nodes share"
-        raise RequestError(Problem(str(checkpoint), what, got, todo))
+    RequestError.raise_for(problems)
 
 
 def _with_spares(
@@ -170,55 +142,49 @@ def _with_spares(
     return after, places
 
 
-def _with_fewer(run: Run, after: Slots, lost: Sequence[str], from_scratch: bool) -> Assessment:
+def _with_fewer(run: RecordedRun, after: Slots, lost: Sequence[str], from_scratch: bool) -> Assessment:
     """Returns the layout on the remaining nodes. Raises :class:`RequestError`."""
     experiment, where = run.experiment, run.folder.name
     given = (experiment, after, where, run.assumptions)
     found = fewer_replicas(*given, force=run.force)
-    if found is None and engine_of(experiment).checkpoints_load_on == "any layout":
+    if found is None and program_of(experiment).checkpoints_load_on == "any layout":
         found = other_layout(*given, force=run.force)
     slots = sum(map(len, after.values()))
     here = f"{slots} slot{'s' * (slots != 1)} on {_named(after)}"
     if found is None:
         what = f"has no layout with a global batch of {experiment.batch.global_batch_size} on the remaining nodes"
-        todo = f"bring {', '.join(lost)} back, and continue with {shlex.quote(f'train.load={run.checkpoints}')}"
+        todo = f"bring {', '.join(lost)} back, and continue with tridock resume"
         raise RequestError(Problem(where, what, here, todo))
     nodes, fewest = slots_of(found.laid_out.document()), run.supervision.min_nodes
     if len(nodes) < fewest:
         what, todo = f"may not continue with fewer than {fewest} nodes", "lower restart.min_nodes, or add spares"
         raise RequestError(Problem(where, what, _named(nodes), todo))
-    if engine_of(experiment).checkpoints_load_on == "same layout" and not from_scratch:
+    if program_of(experiment).checkpoints_load_on == "same layout" and not from_scratch:
         what = f"Megatron v1.1.5 loads its checkpoint on {run.plan['layout']} and no other layout"
         todo = f"bring {', '.join(lost)} back; from its beginning it would run as {found.laid_out.layout}"
         raise RequestError(Problem(where, what, here, f"{todo} on {_named(nodes)}"))
     return found
 
 
-def _bundle(run: Run, assessment: Assessment, head: str) -> RunBundle:
+def _bundle(run: RecordedRun, assessment: Assessment, head: str) -> RunBundle:
     slots, supervision = slots_of(assessment.laid_out.document()), run.supervision
-    prepared = Prepared(run.folder, assessment.experiment, assessment, slots, run.folder.name)
-    return prepared.bundle(
-        LAUNCHERS[supervision.launcher](),
+    again = replace(
+        prepared_from(assessment, slots, run.folder.name),
         master_port=supervision.master_port,
         manifest=run.manifest,
         master_addr=supervision.addresses.get(head, supervision.master_addr),
         addresses=supervision.addresses,
         workspace=str(run.folder.parent.parent),
         spares={node: numbers for node, numbers in supervision.spares.items() if node not in slots},
-        voters=supervision.voters,
     )
-
-
-def _summary(
-    run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str], head: str
-) -> str:
-    led = [f"{head} leads it in the place of {run.supervision.head}"] if head != run.supervision.head else []
-    return "; ".join([*led, *_changes(run, before, assessment, places, lost)])
+    return make_bundle(again, LAUNCHERS[supervision.launcher]())
 
 
 def _changes(
-    run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str]
+    run: RecordedRun, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str], head: str
 ) -> Iterator[str]:
+    if head != run.supervision.head:
+        yield f"{head} leads it in the place of {run.supervision.head}"
     for node, spare in places.items():
         yield f"{spare} takes the place of {node}"
     if gone := [node for node in before if node in lost and node not in places]:

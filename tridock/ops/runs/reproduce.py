@@ -1,5 +1,6 @@
 """Repeats a run on this machine from its own folder, and compares both. Needs no host."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,8 +9,9 @@ from tridock.contracts.records import check_run, read_object, read_plan
 from tridock.contracts.run_folder import EXPERIMENT, MANIFEST
 from tridock.differences import Difference
 from tridock.errors import Problem, RequestError
-from tridock.experiment import is_command, load_experiment
+from tridock.experiment import is_command, recorded_run
 from tridock.ops.runs.local_run import run_here
+from tridock.ops.runs.recorded_run import Confirm, confirm_run
 from tridock.reproduction.original import Original, data_problems, environment, knows_data, read_original
 from tridock.reproduction.outcome import Outcome, judge
 
@@ -36,12 +38,12 @@ class Gate:
 
 
 def reproduce_here(
-    run: Path, workspace: Path, tell: Tell, *, tolerance: float | None = None, force: bool = False
+    run: Path, workspace: Path, tell: Tell, confirm: Confirm, *, tolerance: float | None = None, force: bool = False
 ) -> tuple[Outcome | None, int]:
     """Repeats the run on as many ranks of this machine; returns the comparison and the new run's exit code.
 
     If the new run failed, the comparison is None; the run has printed the reason. The outcome is saved in the new run's
-    folder.
+    folder. ``confirm`` is asked what the folder would execute or set.
     """
     check_tolerance(tolerance)
     check_run(run)
@@ -49,14 +51,10 @@ def reproduce_here(
         what, todo = "is a run of your own program, which needs a cluster", "name the cluster: --hosts"
         raise RequestError(Problem(str(run), what, "", todo))
     original = read_original(run)
+    many = (original.world_size or 0) > (os.cpu_count() or 1)
+    confirm_run(run, confirm, more=[f"start {original.world_size} ranks on this machine"] * many)
     gate = Gate(original, tell, force)
-    ended = run_here(
-        original.experiment,
-        original.world_size,
-        workspace,
-        force=force,
-        approve=gate.pass_through,
-    )
+    ended = run_here(original.experiment, original.world_size, workspace, force=force, approve=gate.pass_through)
     if ended.exit_code:
         return None, ended.exit_code
     outcome = compare(original, ended.folder, gate.differing, tolerance)
@@ -78,7 +76,7 @@ def compare_with(run: Path, other: Path, tell: Tell, tolerance: float | None = N
 def compare(original: Original, folder: Path, differing: Sequence[Difference], tolerance: float | None) -> Outcome:
     """Compares the new run in ``folder`` with the original."""
     # The precision of your own program is unknown.
-    precision = "bf16" if is_command(original.experiment) else load_experiment(original.experiment).precision
+    precision = getattr(recorded_run(original.folder), "precision", "bf16")
     return judge(original, folder, differing, precision, tolerance)
 
 

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from tridock.contracts import environment
+from tridock.contracts.codec import decode
 from tridock.contracts.devices import MIG, VISIBLE, listed_devices
+from tridock.errors import ClusterError, Problem
 from tridock.gpus import Gpu
-from tridock.ops.hosts.facts import smallest_gpu
+from tridock.ops.hosts.facts import least_gpu
+
+T = TypeVar("T")
 
 CODE_FOLDER: Final = Path(__file__).parents[3]
 """The folder with the package: the repository, or the image's folder."""
@@ -37,10 +41,36 @@ def node_environment(ranks: int) -> dict[str, str]:
     }
 
 
+def ask_here(kind: type[T], *arguments: str, **options: Any) -> T:
+    """Returns the answer of a ``tridock.node`` verb on this machine; ``options`` as of :func:`node_output`."""
+    return decode(kind, node_output(*arguments, **options))
+
+
+def node_output(
+    *arguments: str,
+    stdin: bytes = b"",
+    workspace: Path | None = None,
+    where: str = "this machine",
+    timeout: float | None = None,
+) -> bytes:
+    """Returns what a ``tridock.node`` verb prints here, run in ``workspace``. Raises :class:`ClusterError`."""
+    argv, env, verb = [*node_argv(), *arguments], node_environment(1), arguments[0]
+    try:
+        done = subprocess.run(
+            argv, input=stdin, env=env, cwd=workspace, capture_output=True, check=False, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        todo = "look at the disk of its folder, then run it again"
+        raise ClusterError(Problem(where, f"{verb} has not ended in {timeout:g} s", "", todo)) from None
+    if done.returncode:
+        got = done.stderr.decode(errors="replace").strip()[-800:]
+        raise ClusterError(Problem(where, f"tridock.node {verb} failed", got, "look at the message"))
+    return done.stdout
+
+
 def default_ranks() -> int:
     """Returns one rank per GPU or MIG slice of ``CUDA_VISIBLE_DEVICES``, or else of the machine; two for CPU training,
-    which covers the code paths that need several ranks.
-    """
+    which covers the code paths that need several ranks."""
     return gpu_count() or 2
 
 
@@ -82,13 +112,13 @@ def hidden_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
 
 
 def gpu_here() -> Gpu | None:
-    """Returns the ranks' GPU with the least memory; None on the CPU, and for MIG slices."""
+    """Returns what each of the ranks' GPUs has at least; None on the CPU, and for MIG slices."""
     devices = chosen_devices()
     slices = devices is not None and any(name.startswith(MIG) for name in devices)
     if os.environ.get("DS_ACCELERATOR") == "cpu" or slices or devices == []:
         return None
     chosen = [f"--id={','.join(devices)}"] if devices else []
-    return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits", *chosen))
+    return least_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits", *chosen))
 
 
 @cache

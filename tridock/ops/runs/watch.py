@@ -1,22 +1,15 @@
 """Sources of updates about a watched run: its folder on this machine, or its head over existing SSH."""
 
-from __future__ import annotations
-
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tridock.contracts import run_folder
-from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import RunUpdate
 from tridock.contracts.records import check_run
-from tridock.errors import ClusterError, Problem
-from tridock.ops.runs.this_machine import node_argv, node_environment
-
-if TYPE_CHECKING:
-    from tridock.ops.hosts.session import Session
-    from tridock.ops.runs.registry import Run
+from tridock.ops.hosts.client import NodeClient
+from tridock.ops.runs.cluster_runs import Run
+from tridock.ops.runs.this_machine import ask_here
 
 _TIMEOUT_S = 120.0
 
@@ -34,23 +27,17 @@ def ask_folder(folder: Path) -> Callable[[Position], RunUpdate]:
     check_run(folder)
 
     def ask(known: Position) -> RunUpdate:
-        argv = [*node_argv(), "run-update", str(folder), *_position(known)]
-        done = subprocess.run(argv, env=node_environment(1), capture_output=True, check=False)
-        if done.returncode:
-            what = "its records cannot be read"
-            got = done.stderr.decode(errors="replace").strip()[-300:]
-            raise ClusterError(Problem(str(folder), what, got, "check whether the folder still exists"))
-        return decode(RunUpdate, done.stdout)
+        return ask_here(RunUpdate, "run-update", str(folder), *_position(known), where=str(folder), timeout=_TIMEOUT_S)
 
     return ask
 
 
-def ask_head(session: Session, run: Run) -> Callable[[Position], RunUpdate]:
+def ask_head(client: NodeClient, run: Run) -> Callable[[Position], RunUpdate]:
     """Returns a function that reads updates from the head of a run."""
     path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
 
     def ask(known: Position) -> RunUpdate:
-        return session.ask(run.head, RunUpdate, "run-update", path, *_position(known), timeout=_TIMEOUT_S)
+        return client.ask(run.head, RunUpdate, "run-update", path, *_position(known), timeout=_TIMEOUT_S)
 
     return ask
 

@@ -1,38 +1,36 @@
 """Submitted jobs: state, output, cancellation."""
 
-import json
-import subprocess
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from rich.table import Column, Table
 
 from tridock.contracts import run_folder
-from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import RunInfo
+from tridock.contracts.records import read_object
+from tridock.contracts.rotated_logs import GrowingLog
 from tridock.contracts.run_state import RunState, exit_code_of
 from tridock.errors import Problem, RequestError, RunError
-from tridock.ops.runs.this_machine import node_argv, node_environment
+from tridock.ops.runs.removal import runs_here
 from tridock.ops.slurm import scheduler
 
+_JOB_ID: Final = re.compile(r"\d+(_\d+)?")
 _POLL_S: Final = 0.5
 _ASK_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A run that was submitted to Slurm."""
-
     folder: Path
     job_id: str
 
     @property
     def exit_code(self) -> int | None:
-        """The run's exit code; None until there is one."""
         return exit_code_of(self.folder)
 
 
@@ -40,9 +38,17 @@ def submitted(workspace: Path) -> list[Submitted]:
     """Returns this workspace's runs that were submitted as jobs, oldest first."""
     found = []
     for path in (workspace.absolute() / "runs").glob(f"*/{run_folder.JOB}"):
-        job_id = json.loads(path.read_text())["job_id"]
-        found.append((path.stat().st_mtime, path.parent.name, Submitted(path.parent, str(job_id))))
+        job_id = str(read_object(path).get("job_id"))
+        if _JOB_ID.fullmatch(job_id):  # it becomes an argument of scancel; a fetched run may be here too
+            found.append((path.stat().st_mtime, path.parent.name, Submitted(path.parent, job_id)))
     return [run for *_, run in sorted(found, key=lambda entry: entry[:2])]
+
+
+def in_queue(workspace: Path) -> dict[str, str]:
+    """Returns the jobs that are pending or running, by the ids of their runs; asks Slurm only if there can be any."""
+    runs = submitted(workspace)
+    queue = scheduler.jobs() if runs else {}
+    return {run.folder.name: run.job_id for run in runs if run.job_id in queue}
 
 
 def find(workspace: Path, name: str | None) -> Submitted:
@@ -57,10 +63,7 @@ def find(workspace: Path, name: str | None) -> Submitted:
 
 def table(workspace: Path) -> list[dict[str, Any]]:
     """Returns one row per run: its job's queue state, and its progress."""
-    queue = scheduler.jobs()
-    argv = [*node_argv(), "runs", "--workspace", str(workspace.absolute())]
-    done = subprocess.run(argv, env=node_environment(1), capture_output=True, check=True)
-    progress = {run.run_id: run for run in decode(tuple[RunInfo, ...], done.stdout)}
+    queue, progress = scheduler.jobs(), {run.run_id: run for run in runs_here(workspace)}
     return [_row(run, queue, progress.get(run.folder.name)) for run in submitted(workspace)]
 
 
@@ -93,13 +96,13 @@ def show_logs(workspace: Path, name: str | None, ranks: Sequence[int], *, follow
             got = f"job {run.job_id} is {job.state.lower()} ({job.reason})" if job else f"job {run.job_id} has ended"
             raise RequestError(Problem(str(missing[0]), "is not there", got, "wait for its start, with --follow"))
         for path in paths:
-            _print_rest(path.open("rb"))
+            _print_rest(GrowingLog(path))
         return run.exit_code or 0
     return _follow(run, paths)
 
 
 def _follow(run: Submitted, paths: Sequence[Path]) -> int:
-    opened: dict[Path, IO[bytes]] = {}
+    logs = [*map(GrowingLog, paths)]
     asked = -_ASK_S
     queued = True
     reason = ""
@@ -111,11 +114,8 @@ def _follow(run: Submitted, paths: Sequence[Path]) -> int:
                 reason = job.reason
                 print(f"tridock: job {run.job_id} waits: {reason}", file=sys.stderr)
         # Read after the query: output written before the end is then included.
-        for path in paths:
-            if path not in opened and path.exists():
-                opened[path] = path.open("rb")
-        for file in opened.values():
-            _print_rest(file)
+        for log in logs:
+            _print_rest(log)
         if queued:
             time.sleep(_POLL_S)
     if run.exit_code is None:
@@ -125,8 +125,8 @@ def _follow(run: Submitted, paths: Sequence[Path]) -> int:
     return run.exit_code
 
 
-def _print_rest(file: IO[bytes]) -> None:
-    while chunk := file.read(1 << 16):
+def _print_rest(log: GrowingLog) -> None:
+    while chunk := log.read(1 << 16):
         sys.stdout.buffer.write(chunk)
     sys.stdout.buffer.flush()
 
@@ -147,7 +147,6 @@ def cancel(workspace: Path, name: str | None) -> Submitted:
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Formats the runs as a table, oldest first."""
     table = Table(
         "run", "job", Column("state", overflow="fold"), Column("nodes", overflow="fold"), "time", "step", "loss"
     )

@@ -11,7 +11,7 @@ from tridock.errors import ClusterError, Problem, RequestError
 from tridock.launchers.slurm.launcher import Slurm
 
 _TIMEOUT_S: Final = 60.0
-_SINFO: Final = "%P|%F|%G|%m|%c|%l|%f"
+_SINFO: Final = "%P|%G|%f|%l|%s"
 _SQUEUE: Final = "%i|%T|%r|%M|%l|%N"
 
 
@@ -27,31 +27,34 @@ class Job:
     nodes: str
 
 
-def sinfo() -> list[str] | None:
-    """Returns one line per group of equal nodes: partition, nodes (A/I/O/T), GRES, memory, CPUs, time limit, features.
+def sinfo() -> list[str]:
+    """Returns a line per group of equal nodes, none if sinfo does not answer.
 
-    Returns None if sinfo is missing or does not answer.
+    It has the partition, GRES, features, and the partition's limits: time, and the least and most nodes of a job.
     """
     try:
-        done = _run("sinfo", "--noheader", f"--format={_SINFO}")
+        return _checked("sinfo", "--noheader", f"--format={_SINFO}").splitlines()
     except ClusterError:
-        return None
-    return done.stdout.splitlines() if done.returncode == 0 else None
+        return []
 
 
-def refusal(script: Path) -> str | None:
-    """Returns Slurm's error if it would reject the script, else None."""
-    done = _run("sbatch", "--test-only", str(script))
-    return _message(done.stderr) if done.returncode else None
+def estimate(script: Path) -> str:
+    """Returns what Slurm says of when and where a job would start. Raises :class:`RequestError` with its error."""
+    said = _sbatch("--test-only", str(script)).stderr
+    return _message(said) if said.strip() else ""
 
 
-def submit(script: Path) -> str:
-    """Submits a job and returns its id. Raises :class:`RequestError` with Slurm's error if it is rejected."""
-    done = _run("sbatch", "--parsable", str(script))
+def submit(script: Path, *options: str) -> str:
+    """Submits a job, with options of sbatch, and returns its id. Raises :class:`RequestError` with Slurm's error."""
+    return _sbatch("--parsable", *options, str(script)).stdout.strip().partition(";")[0]
+
+
+def _sbatch(*argv: str) -> subprocess.CompletedProcess[str]:
+    done = _run("sbatch", *argv)
     if done.returncode:
         todo = "correct the request; sinfo shows what the cluster has"
         raise RequestError(Problem("sbatch", "Slurm refuses the job", _message(done.stderr), todo))
-    return done.stdout.strip().partition(";")[0]
+    return done
 
 
 def jobs() -> dict[str, Job]:
@@ -72,7 +75,6 @@ def ended_state(job: str) -> str | None:
 
 
 def cancel(job: str) -> None:
-    """Cancels a running or pending job."""
     _checked("scancel", job)
 
 
@@ -112,9 +114,8 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(argv, capture_output=True, text=True, check=False, env=env, timeout=_TIMEOUT_S)
     except FileNotFoundError:
-        raise ClusterError(
-            Problem(argv[0], "is not on this machine", "", "run it where Slurm's commands are")
-        ) from None
+        todo = "run it where Slurm's commands are"
+        raise ClusterError(Problem(argv[0], "is not on this machine", "", todo)) from None
     except subprocess.TimeoutExpired:
         todo = "see whether Slurm's controller answers: scontrol ping"
         raise ClusterError(Problem(argv[0], "does not answer", f"nothing for {_TIMEOUT_S:.0f} s", todo)) from None

@@ -5,30 +5,43 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from tridock.contracts import run_folder
 from tridock.contracts.records import read_object
+from tridock.contracts.run_state import exit_code_of
 from tridock.errors import Problem, RequestError
-from tridock.experiment import dump_experiment, is_command, load_command
-from tridock.experiment.command import CommandExperiment
-from tridock.gpus import find_gpu
-from tridock.launchers.slurm.request import Request, make_request
+from tridock.experiment import CommandExperiment, is_command, load_command
+from tridock.gpus import Gpu, find_gpu
+from tridock.launchers.programs import program_of
+from tridock.launchers.run import make_bundle
+from tridock.launchers.slurm.launcher import Slurm
+from tridock.launchers.slurm.profile import make_request
+from tridock.launchers.slurm.ranks import MPIRUN, OWN_PROGRAM
+from tridock.launchers.slurm.request import Request
 from tridock.launchers.slurm.script import PROGRAM, Script, program_argv, render
-from tridock.ops.runs.code import Code, code_of_run
-from tridock.ops.runs.prepare import Prepared, prepare
+from tridock.ops.runs.code import Code, code_of_run, place_code
+from tridock.ops.runs.prepare import prepare
+from tridock.ops.runs.prepared import Prepared, Slots, prepare_command
+from tridock.ops.runs.recorded_run import Confirm, confirm_run
+from tridock.ops.runs.resume import continuation
 from tridock.ops.slurm import scheduler
-from tridock.ops.slurm.program import PreparedProgram, prepare_program, request_for
-from tridock.ops.slurm.site import Group, gpu_of, idle_nodes, parse_sinfo, site_problems
+from tridock.ops.slurm.site import Group, gpu_of, limit_problems, parse_sinfo
 from tridock.plan import Assumptions
 from tridock.strict_yaml import read_text
 from tridock.yaml_text import parse_value
 
-AnyRun = Prepared | PreparedProgram
+AS_SUBMITTED: Final = Slurm(("srun",))
+"""Makes a run's first files before Slurm has named its nodes."""
+_FIRST: Final = (
+    *(run_folder.EXPERIMENT, run_folder.PLAN, run_folder.MANIFEST, run_folder.CODE_INDEX, run_folder.CODE_DIFF),
+)
 _PLAIN_PATH = re.compile(r"/[\w./@+=,-]*")
 
 
@@ -72,14 +85,16 @@ def render_script(options: SubmitOptions) -> str:
 
 
 def submit(options: SubmitOptions, say: Callable[[str], None]) -> Submitted:
-    """Submits the job, and reports how many suitable nodes are idle.
+    """Submits the job, and reports when and where Slurm expects it to start.
 
-    Raises :class:`RequestError` with every objection of the plan, the site or Slurm.
+    Raises :class:`RequestError` with every objection of the plan, the partition or Slurm.
     """
-    groups = _sinfo()
-    script = _checked(options, groups)
-    if (idle := idle_nodes(groups, script.request)) is not None:
-        say(idle)
+    request, groups = _request(options), parse_sinfo(scheduler.sinfo())
+    script = _script(options, request, groups)
+    if estimate := _checked(script, limit_problems(groups, request, options.source)):
+        say(estimate)
+    if request.gpu is None and request.gpu_request != "none" and gpu_of(groups, request) is None:
+        say("memory was not compared with the plan: Slurm names no GPU that Tridock knows; set gpu: in the profile")
     folders = _write(script)
     try:
         job_id = scheduler.submit(folders[0] / run_folder.JOB_SCRIPT)
@@ -92,18 +107,52 @@ def submit(options: SubmitOptions, say: Callable[[str], None]) -> Submitted:
     return Submitted(job_id, folders)
 
 
-def again(run: Path) -> SubmitOptions:
-    """Returns a run's job again, with the run's original code. Raises :class:`RequestError` if its folder does not
-    describe it.
+def again(run: Path, confirm: Confirm) -> SubmitOptions:
+    """Returns a run's job again, with the run's original code, once ``confirm`` allows what its folder would execute.
+
+    Raises :class:`RequestError` if its folder does not describe it.
     """
+    # The program determines the launcher of the ranks.
+    changes = {name: value for name, value in _recorded_request(run).items() if name != "launcher"}
+    program = (load_command(run / run_folder.EXPERIMENT), code_of_run(run))
+    confirm_run(run, confirm, changes, [f"send {program[1].number} of {program[1].folder}"])
+    return SubmitOptions((), changes=changes, workspace=run.absolute().parent.parent, program=program)
+
+
+def resumed(run: Path, overrides: Sequence[str], changes: Mapping[str, object], confirm: Confirm) -> SubmitOptions:
+    """Returns the job that continues a run of an engine as a new run, with ``changes`` of the request.
+
+    Raises :class:`RequestError` as :func:`continuation` does.
+    """
+    request = {**_recorded_request(run), **changes}
+    found = continuation(run, overrides, confirm, request)
+    print(found, file=sys.stderr)
+    return SubmitOptions((found.config,), found.overrides, changes=request, workspace=run.absolute().parent.parent)
+
+
+def submit_again(run: Path, confirm: Confirm) -> Submitted:
+    """Submits the job of a run of your own program again, which continues it in its folder, with its resume command.
+
+    Raises :class:`RequestError` if the program has come to its end.
+    """
+    if exit_code_of(run) == 0:
+        todo = "start it anew: tridock run --slurm"
+        raise RequestError(Problem(str(run), "has come to its end", "exit code 0", todo))
+    script = run / run_folder.JOB_SCRIPT
+    confirm_run(run, confirm, _recorded_request(run), [f"submit {script}"])
+    _, is_element, number = str(read_object(run / run_folder.JOB).get("job_id")).partition("_")
+    job_id = scheduler.submit(script, *([f"--array={number}"] if is_element else ())) + is_element + number
+    note_job(run, job_id)
+    return Submitted(job_id, (run,))
+
+
+def _recorded_request(run: Path) -> dict[str, object]:
     request = read_object(run / run_folder.JOB).get("request")
     if not isinstance(request, dict):
-        todo = "submit the program again: tridock run --slurm"
-        raise RequestError(Problem(str(run / run_folder.JOB), "does not contain the job's request", "", todo))
-    # The program determines the launcher of the ranks.
-    changes = {name: value for name, value in request.items() if name != "launcher"}
-    program = (load_command(run / run_folder.EXPERIMENT), code_of_run(run))
-    return SubmitOptions((), changes=changes, workspace=run.absolute().parent.parent, program=program)
+        what = "does not contain the job's request"
+        todo = "submit it anew: tridock slurm submit, or tridock run --slurm"
+        raise RequestError(Problem(str(run / run_folder.JOB), what, "", todo))
+    return request
 
 
 def run_in_allocation(options: SubmitOptions) -> NoReturn:
@@ -119,8 +168,9 @@ def run_in_allocation(options: SubmitOptions) -> NoReturn:
     changes = {**options.changes, "nodes": nodes}
     if "SLURM_CPUS_PER_TASK" not in os.environ:  # salloc was called without it: srun has none to distribute
         changes["cpus_per_node"] = None
-    if "gpus_per_node" not in changes and (gpus := _allocated_gpus(scheduler.job_fields(job))):
-        changes["gpus_per_node"] = gpus
+    allocated = scheduler.job_fields(job).get("TresPerNode", "")  # gres:gpu:v100:4
+    if "gpus_per_node" not in changes and (gpus := re.search(r"gpu(?:[:/][^:,=]+)??[:=](\d+)", allocated)):
+        changes["gpus_per_node"] = int(gpus[1])
     script = _script(options, _request(replace(options, changes=changes)), [], in_allocation=True)
     if script.is_array:
         todo = "give one CONFIG, or use tridock slurm submit"
@@ -133,7 +183,6 @@ def run_in_allocation(options: SubmitOptions) -> NoReturn:
 
 
 def note_job(folder: Path, job_id: str, request: Request | None = None) -> None:
-    """Records the job that the run belongs to."""
     path = folder / run_folder.JOB
     known = json.loads(path.read_text()) if path.exists() else {}
     fields: dict[str, object] = {"job_id": job_id, "noted": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -142,43 +191,25 @@ def note_job(folder: Path, job_id: str, request: Request | None = None) -> None:
     run_folder.write_atomic(path, (json.dumps({**known, **fields}, indent=2) + "\n").encode())
 
 
-def _allocated_gpus(fields: Mapping[str, str]) -> int | None:
-    """Returns a node's GPUs from ``scontrol show job``: ``TresPerNode=gres:gpu:v100:4``."""
-    found = re.search(r"gpu(?:[:/][^:,=]+)??[:=](\d+)", fields.get("TresPerNode", ""))
-    return int(found[1]) if found else None
-
-
-def _sinfo() -> list[Group]:
-    lines = scheduler.sinfo()
-    return [] if lines is None else parse_sinfo(lines)
-
-
-def _checked(options: SubmitOptions, groups: Sequence[Group]) -> Script[AnyRun]:
-    """Returns the script, checked against the site; reports all problems at once, Slurm's own included."""
-    request = _request(options)
-    problems = list(site_problems(groups, request, options.source))
-    try:
-        script = _script(options, request, groups)
-    except RequestError as error:
-        raise RequestError([*error.problems, *problems]) from None
-    try:
-        _check_data(script)
-    except RequestError as error:
-        problems += error.problems
+def _checked(script: Script[Prepared], limits: Iterable[Problem]) -> str:
+    """Returns Slurm's estimate of the job's start; reports all problems of limits, data and Slurm's own at once."""
+    problems, estimate = list(limits), ""
     folder = Path(script.workspace) / "runs"
     folder.mkdir(exist_ok=True)
     trial = folder / f".{script.first.run_id}.sh"
     trial.write_text(render(script))
     try:
-        refusal = scheduler.refusal(trial)
+        _check_data(script)
+    except RequestError as error:
+        problems += error.problems
+    try:
+        estimate = scheduler.estimate(trial)
+    except RequestError as error:
+        problems += error.problems
     finally:
         trial.unlink()
-    if refusal is not None:
-        todo = "correct the request; sinfo shows what the cluster has"
-        problems.append(Problem("sbatch", "Slurm refuses the job", refusal, todo))
-    if problems:
-        raise RequestError(problems)
-    return script
+    RequestError.raise_for(problems)
+    return estimate
 
 
 def _request(options: SubmitOptions) -> Request:
@@ -188,53 +219,56 @@ def _request(options: SubmitOptions) -> Request:
 
 def _script(
     options: SubmitOptions, request: Request, groups: Sequence[Group], *, in_allocation: bool = False
-) -> Script[AnyRun]:
-    """Plans every run and returns the script. Raises :class:`RequestError` with all problems."""
+) -> Script[Prepared]:
+    """Prepares every run and returns the script. Raises :class:`RequestError` with all problems."""
     workspace = _workspace(options.workspace)
-    if programs := list(_programs(options)):
-        return _programs_script(programs, request, workspace, in_allocation=in_allocation)
-    gpu = find_gpu(request.gpu, "gpu") if request.gpu is not None else gpu_of(groups, request)
-    runs: list[AnyRun] = []
-    problems: dict[Problem, None] = {}
-    for config, changes in itertools.product(options.configs, _changes(options)):
-        try:
-            prepared = prepare(config, request.slots, Assumptions(gpu=gpu), changes, force=options.force)
-        except RequestError as error:
-            problems |= dict.fromkeys(error.problems)
-            continue
-        run_id = _new_run_id(prepared.experiment.name, runs)
-        runs.append(replace(prepared, run_id=run_id))
-    if problems:
-        raise RequestError(problems)
-    return Script(request, runs, str(workspace), in_allocation=in_allocation)
-
-
-def _programs(options: SubmitOptions) -> Iterator[tuple[CommandExperiment, Path | Code]]:
-    """Yields the requested programs of your own, with the code of each or the folder it is relative to."""
-    if options.program is not None:
-        yield options.program
     own = [config for config in options.configs if is_command(config)]
     if own and len(own) < len(options.configs):
         got, todo = ", ".join(map(str, own)), "submit them in another job"
         raise RequestError(Problem("CONFIG", "mix your own programs with experiments", got, todo))
-    for config, changes in itertools.product(own, _changes(options)):
-        yield load_command(config, changes), config.parent
-
-
-def _programs_script(
-    programs: Sequence[tuple[CommandExperiment, Path | Code]], request: Request, workspace: Path, *, in_allocation: bool
-) -> Script[AnyRun]:
-    runs: list[AnyRun] = []
+    gpu = find_gpu(request.gpu, "gpu") if request.gpu is not None else gpu_of(groups, request)
+    asked = [
+        partial(prepare_run, config, changes, request.slots, gpu, force=options.force)
+        for config, changes in itertools.product(options.configs, _changes(options))
+    ]
+    if options.program is not None:
+        asked = [partial(prepare_command, *options.program, request.slots, AS_SUBMITTED)]
+    runs: list[Prepared] = []
     problems: dict[Problem, None] = {}
-    for experiment, source in programs:
+    for ask in asked:
         try:
-            request = request_for(experiment, request)
-            runs.append(prepare_program(experiment, source, request.slots, _new_run_id(experiment.name, runs)))
+            prepared = ask()
+            request = _request_for(prepared, request)
         except RequestError as error:
             problems |= dict.fromkeys(error.problems)
-    if problems:
-        raise RequestError(problems)
+            continue
+        run_id, taken = run_folder.new_run_id(prepared.experiment.name), {run.run_id for run in runs}
+        while run_id in taken:
+            run_id = run_folder.new_run_id(prepared.experiment.name)
+        runs.append(replace(prepared, run_id=run_id))
+    RequestError.raise_for(problems)
     return Script(request, runs, str(workspace), in_allocation=in_allocation)
+
+
+def prepare_run(
+    config: Path, overrides: Sequence[str], slots: Slots, gpu: Gpu | None, *, force: bool, run_id: str | None = None
+) -> Prepared:
+    """Returns the experiment with its plan, or your own program with its code. Raises :class:`RequestError`."""
+    if is_command(config):
+        return prepare_command(load_command(config, overrides), config.parent, slots, AS_SUBMITTED, run_id)
+    return prepare(config, slots, Assumptions(gpu), overrides, force=force, run_id=run_id)
+
+
+def _request_for(prepared: Prepared, request: Request) -> Request:
+    """Returns the request with the tasks that your own program needs. Raises :class:`RequestError`."""
+    if prepared.assessment is not None:
+        return request
+    is_mpi = program_of(prepared.command.command, prepared.command.per)[0].name == MPIRUN
+    if is_mpi and request.container.kind != "none":
+        what, todo = f"starts its ranks with srun, and cannot from within {request.container.kind}", "use torchrun"
+        got = prepared.command.command[0]
+        raise RequestError(Problem("command", what, got, f"{todo}, or container.kind none"))
+    return request.model_copy(update={"launcher": MPIRUN if is_mpi else OWN_PROGRAM})
 
 
 def _workspace(path: Path) -> Path:
@@ -247,11 +281,6 @@ def _workspace(path: Path) -> Path:
         what = "has a character that sbatch or a launcher would take for its own"
         raise RequestError(Problem("--workspace", what, str(workspace), todo))
     return workspace
-
-
-def _new_run_id(name: str, others: Sequence[AnyRun]) -> str:
-    taken = {other.run_id for other in others}
-    return next(run_id for run_id in iter(lambda: run_folder.new_run_id(name), None) if run_id not in taken)
 
 
 def _changes(options: SubmitOptions) -> list[tuple[str, ...]]:
@@ -270,18 +299,17 @@ def _axis(sweep: str) -> list[str]:
     return [f"{path}={json.dumps(value)}" for value in values]
 
 
-def _check_data(script: Script[AnyRun]) -> None:
+def _check_data(script: Script[Prepared]) -> None:
     problems: dict[Problem, None] = {}
-    for prepared in (run for run in script.elements if isinstance(run, Prepared)):
+    for prepared in script.elements:
         try:
             prepared.with_files_of(Path(script.workspace))
         except RequestError as error:
             problems |= dict.fromkeys(error.problems)
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
 
 
-def _write(script: Script[AnyRun]) -> tuple[Path, ...]:
+def _write(script: Script[Prepared]) -> tuple[Path, ...]:
     """Writes every run's folder with the files that the job needs; writes none if one fails."""
     text = render(script)
     folders: list[Path] = []
@@ -298,14 +326,13 @@ def _write(script: Script[AnyRun]) -> tuple[Path, ...]:
     return tuple(folders)
 
 
-def _write_run(folder: Path, element: AnyRun, script: Script[AnyRun], text: str) -> None:
-    files = {run_folder.JOB_SCRIPT: text}
-    if isinstance(element, Prepared):
-        resolved = element.experiment.resolved(element.assessment.laid_out.data_parallel_size)
-        files |= {run_folder.EXPERIMENT: dump_experiment(resolved), run_folder.PLAN: element.assessment.to_json()}
+def _write_run(folder: Path, element: Prepared, script: Script[Prepared], text: str) -> None:
+    """Writes what the job itself cannot know; it adds the rest."""
+    known = make_bundle(element, AS_SUBMITTED).files
+    files = {run_folder.JOB_SCRIPT: text.encode(), **{name: known[name] for name in _FIRST if name in known}}
     if script.is_array:
-        files[PROGRAM] = "".join(f"{word}\n" for word in program_argv(script, element))
+        files[PROGRAM] = "".join(f"{word}\n" for word in program_argv(script, element)).encode()
     for name, content in files.items():
-        run_folder.write_atomic(folder / name, content.encode())
-    if isinstance(element, PreparedProgram):
-        element.write(folder, script.request.slots)
+        run_folder.write_atomic(folder / name, content)
+    if element.code is not None:
+        place_code(element.code, folder)

@@ -1,33 +1,34 @@
 """Runs on a job's first node in place of its script: the run's supervisor, and the steps after it ends."""
 
-import json
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from tridock.cluster.hostfile import parse_hostfile
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event, append_event, events_of
-from tridock.contracts.records import read_lines
+from tridock.contracts.records import read_lines, read_object
 from tridock.contracts.run_state import LOCK
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
-from tridock.experiment import dump_experiment, is_command
+from tridock.experiment import dump_experiment, load_command
+from tridock.launchers.run import make_bundle
 from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.slurm.ranks import starts_over_ssh
+from tridock.ops.runs.code import place_code
 from tridock.ops.runs.local_run import start_and_follow
-from tridock.ops.runs.prepare import Prepared, prepare
+from tridock.ops.runs.prepared import Prepared
 from tridock.ops.runs.provenance import image_manifest, provenance
-from tridock.ops.runs.sinks import Sinks, check_here, sinks_of
 from tridock.ops.runs.this_machine import CODE_FOLDER, gpu_here
+from tridock.ops.runs.trackers import RunTrackers, check_here, trackers_of
 from tridock.ops.slurm import scheduler
-from tridock.ops.slurm.program import write_job_files
-from tridock.ops.slurm.submit import note_job
-from tridock.plan import Assumptions
+from tridock.ops.slurm.submit import note_job, prepare_run
 
+_PACKAGE: Final = "tridock"
 _FRUITLESS: Final = 2
 """How often a run may be requeued without progress."""
 _PATIENCE_S: Final = 120.0
@@ -55,16 +56,17 @@ def supervise(job: Job) -> int:
     _require_job(job)
     again = (job.folder / LOCK).exists()
     # If Slurm tracks a job's processes by their parents, the supervisor outlives a killed job.
-    patience_s = _ORPHAN_S if again and _noted_job(job.folder) == _job_name() else 0.0
+    patience_s = _ORPHAN_S if again and read_object(job.folder / run_folder.JOB).get("job_id") == _job_name() else 0.0
     try:
-        ranks, sinks = _prepare(job, again)
+        prepared, trackers = _prepare(job, again)
     except TridockError as error:
         run_folder.write_atomic(job.folder / run_folder.EXIT_CODE, f"{error.exit_code}\n".encode())
         raise
+    own, ranks = prepared.assessment is None, max(map(len, prepared.slots.values()))
     events_before = len(read_lines(job.folder / run_folder.EVENTS))
-    code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s, secrets=sinks.secrets)
-    if job.requeue and (reason := _reason(job.folder, code, events_before)) is not None:
-        _queue_again(job.folder, reason)
+    code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s, secrets=trackers.secrets)
+    if job.requeue and (reason := _reason(job.folder, code, events_before, own)) is not None:
+        _queue_again(job.folder, reason, own)
     return code
 
 
@@ -80,77 +82,68 @@ def _require_job(job: Job) -> None:
         if name not in os.environ:
             problems.append(Problem(name, "is not set", "", "let Slurm run the script of tridock slurm submit"))
     if run_folder.read_text(job.folder / run_folder.EXIT_CODE).strip() == "0":
-        todo = "submit it again, with train.load to train further"
+        todo = "continue it with tridock resume"
         problems.append(Problem(job.folder.name, "has already finished", "exit code 0", todo))
-    if problems:
-        raise RequestError(problems)
+    RequestError.raise_for(problems)
 
 
-def _prepare(job: Job, again: bool) -> tuple[int, Sinks]:
-    """Writes the missing files of the run's folder, for the job's nodes; returns the ranks per node and the sinks."""
-    folder, workspace = job.folder, job.folder.parent.parent
+def _prepare(job: Job, again: bool) -> tuple[Prepared, RunTrackers]:
+    """Writes the missing files of the run's folder, for the job's nodes; returns the run and its trackers."""
+    folder, kept, index = job.folder, job.folder / run_folder.EXPERIMENT, job.folder / run_folder.CODE_INDEX
     pool = parse_hostfile(run_folder.read_text(folder / run_folder.HOSTFILE), str(folder / run_folder.HOSTFILE)).pool
     slots = {node: range(count) for node, count in pool.items()}
-    kept = folder / run_folder.EXPERIMENT
-    config, overrides = _experiment(job)
-    if is_command(config):
-        experiment = write_job_files(
-            folder,
-            config,
-            overrides,
-            job.argv,
-            slots,
-            job.env,
-            _job_manifest(job, provenance(CODE_FOLDER)),
-            on_head=_is_on(next(iter(slots))),
-            in_container=job.in_container,
-        )
-        sinks = sinks_of(experiment)
-        check_here(sinks)
-        _note_start(folder, slots, again)
-        return max(len(numbers) for numbers in slots.values()), sinks
-    prepared = prepare(config, slots, Assumptions(gpu=gpu_here()), overrides, force=True, run_id=folder.name)
-    sinks = sinks_of(prepared.experiment)
-    check_here(sinks)
-    prepared.with_files_of(workspace)
+    config, overrides = (kept, ()) if kept.exists() or job.config is None else (job.config, job.overrides)
+    if index.exists():  # your own program's code is there
+        manifest = {"code": read_object(folder / run_folder.MANIFEST).get("code")}
+        prepared = Prepared(load_command(config, overrides), slots, folder.name, manifest=manifest)
+    else:
+        prepared = prepare_run(config, overrides, slots, gpu_here(), force=True, run_id=folder.name)
+    trackers = trackers_of(prepared.experiment)
+    check_here(trackers)
+    prepared = prepared.with_files_of(folder.parent.parent)
     if not kept.exists():
         run_folder.write_atomic(kept, dump_experiment(prepared.experiment).encode())
     _write(job, prepared)
-    _note_start(folder, slots, again)
-    return max(len(numbers) for numbers in slots.values()), sinks
-
-
-def _note_start(folder: Path, slots: Mapping[str, object], again: bool) -> None:
     note_job(folder, _job_name())
     append_event(folder, Event.JOB_STARTED, job=_job_name(), nodes=list(slots), again=again)
-
-
-def _is_on(node: str) -> bool:
-    return os.environ.get("SLURMD_NODENAME") == node
-
-
-def _experiment(job: Job) -> tuple[Path, Sequence[str]]:
-    """Returns the folder's experiment, or if Tridock did not submit the script, the named file with its overrides."""
-    kept = job.folder / run_folder.EXPERIMENT
-    return (kept, ()) if kept.exists() or job.config is None else (job.config, job.overrides)
+    return prepared, trackers
 
 
 def _write(job: Job, prepared: Prepared) -> None:
+    head = next(iter(prepared.slots))
     launcher = Slurm(
         job.argv,
-        {**_for_ssh(job.argv), **job.env},
-        on_head=_is_on(next(iter(prepared.slots))),
+        env={**_for_ssh(job.argv), **job.env},
+        on_head=os.environ.get("SLURMD_NODENAME") == head,
         prepared_at=(job.folder / run_folder.EXPERIMENT).stat().st_mtime,
     )
-    bundle = prepared.bundle(
-        launcher,
+    if prepared.assessment is None and not job.in_container:
+        # The job's own values: those of the supervisor begin with Tridock's paths.
+        own = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
+        library = str(_library(job.folder))
+        launcher = replace(launcher, env={**own, **launcher.env}, python=sys.executable, library=library)
+    run = replace(
+        prepared,
         master_port=int(os.environ["MASTER_PORT"]),
         manifest=_manifest(job, prepared),
+        master_addr=head,
         workspace=str(job.folder.parent.parent),
     )
+    bundle = make_bundle(run, launcher)
     for name, content in bundle.files.items():
         if name not in (run_folder.EXPERIMENT, run_folder.HOSTFILE):  # these two exist and are authoritative
             run_folder.write_atomic(job.folder / name, content)
+    if prepared.code is not None:
+        place_code(prepared.code, job.folder)
+
+
+def _library(folder: Path) -> Path:
+    """Returns a folder with the package alone: your program may use another Python and other versions than Tridock."""
+    library = folder / run_folder.LIBRARY
+    library.mkdir(exist_ok=True)
+    if not (library / _PACKAGE).is_symlink():
+        (library / _PACKAGE).symlink_to(CODE_FOLDER / _PACKAGE)
+    return library
 
 
 def _for_ssh(argv: Sequence[str]) -> dict[str, str]:
@@ -160,19 +153,11 @@ def _for_ssh(argv: Sequence[str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if _SESSION.fullmatch(name) and "\n" not in value}
 
 
-def _noted_job(folder: Path) -> str | None:
-    text = run_folder.read_text(folder / run_folder.JOB)
-    return str(json.loads(text)["job_id"]) if text else None
-
-
 def _manifest(job: Job, prepared: Prepared) -> dict[str, object]:
-    return _job_manifest(job, prepared.manifest(CODE_FOLDER))
-
-
-def _job_manifest(job: Job, manifest: Mapping[str, object]) -> dict[str, object]:
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
     return {
-        **manifest,
+        **provenance(CODE_FOLDER),
+        **prepared.manifest,
         "image_manifest": image_manifest(),
         "config": None if job.config is None else str(job.config),
         "slurm": {"job": _job_name(), **{name: os.environ[name] for name in names if name in os.environ}},
@@ -180,7 +165,6 @@ def _job_manifest(job: Job, manifest: Mapping[str, object]) -> dict[str, object]
 
 
 def _job_name() -> str:
-    """Returns the job's id as squeue shows it."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
@@ -188,45 +172,40 @@ def _job_name() -> str:
 # ---- afterwards ----
 
 
-def _reason(folder: Path, code: int, events_before: int) -> str | None:
+def _reason(folder: Path, code: int, events_before: int, own: bool) -> str | None:
     """Returns why the job is to be requeued; None if it is not."""
     if code == run_folder.EXIT_PREEMPTED:
-        return "its time was over" if _is_program(folder) else "its time was over, and it has saved"
+        return "its time was over" if own else "its time was over, and it has saved"
     lost = events_of(folder, Event.NODE_LOST, events_before)
     return f"{lost[-1].get('node')} was lost" if lost and code not in (0, run_folder.EXIT_STOPPED) else None
 
 
-def _queue_again(folder: Path, reason: str) -> None:
-    reached = _reached(folder)
-    how = "starts again" if _is_program(folder) else f"continues from iteration {reached}"
-    continues = f"{reason}; it {how}"
+def _queue_again(folder: Path, reason: str, own: bool) -> None:
+    reached = _reached(folder, own)
+    continues = f"{reason}; it {'starts again' if own else f'continues from iteration {reached}'}"
     before = events_of(folder, Event.JOB_REQUEUED)
     fruitless = [event for event in before if event.get("iteration") == reached and reached is not None]
     try:
         state, by_slurm = _job_state_once_it_answers()
     except ClusterError as error:
-        _not_queued(folder, f"not queued again: {error}", str(error))
-        return
+        return _not_queued(folder, str(error))
     if by_slurm:
         append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
         print(f"tridock: Slurm itself has queued it again: {continues}")
-        return
-    refusal = None
+        return None
     if state != "RUNNING":
-        refusal = f"Slurm is ending the job ({state.lower()})"
-    elif len(fruitless) >= _FRUITLESS:
-        refusal = f"the run has come no further than iteration {reached} in {len(fruitless) + 1} jobs"
-    if refusal is not None:
-        _not_queued(folder, f"not queued again: {refusal}", refusal)
-        return
+        return _not_queued(folder, f"Slurm is ending the job ({state.lower()})")
+    if len(fruitless) >= _FRUITLESS:
+        jobs = len(fruitless) + 1
+        return _not_queued(folder, f"the run has come no further than iteration {reached} in {jobs} jobs")
     # Logged first: Slurm ends this job immediately.
     append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
     print(f"tridock: queued again: {continues}")
     deadline = time.monotonic() + _PATIENCE_S
     while (refusal := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
         if not scheduler.is_busy(refusal) or time.monotonic() > deadline:
-            _not_queued(folder, f"Slurm did not queue it again: {refusal}", refusal)
-            return
+            return _not_queued(folder, refusal)
+    return None
 
 
 def _job_state_once_it_answers() -> tuple[str, bool]:
@@ -241,9 +220,9 @@ def _job_state_once_it_answers() -> tuple[str, bool]:
             time.sleep(1.0)
 
 
-def _not_queued(folder: Path, message: str, reason: str) -> None:
+def _not_queued(folder: Path, reason: str) -> None:
     append_event(folder, Event.JOB_NOT_REQUEUED, reason=reason)
-    print(f"tridock: {message}")
+    print(f"tridock: not queued again: {reason}")
 
 
 def _job_state() -> tuple[str, bool]:
@@ -264,16 +243,10 @@ def _queued_after_all() -> bool:
         return False
 
 
-def _is_program(folder: Path) -> bool:
-    kept = folder / run_folder.EXPERIMENT
-    return kept.exists() and is_command(kept)
-
-
-def _reached(folder: Path) -> int | None:
+def _reached(folder: Path, own: bool) -> int | None:
     """Returns the iteration of the newest recorded checkpoint; for your own program, whose checkpoints are unknown, the
-    furthest iteration that it printed, or None.
-    """
-    if _is_program(folder):
+    furthest iteration that it printed, or None."""
+    if own:
         printed = [record.get("iteration") for record in read_lines(folder / run_folder.METRICS)]
         return max((number for number in printed if isinstance(number, int)), default=None)
     saved = [event.get("iteration") for event in events_of(folder, Event.CHECKPOINT_SAVED)]

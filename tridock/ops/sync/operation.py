@@ -1,34 +1,31 @@
-"""``tridock data sync``: copies data, and Megatron's index maps, to every host that lacks it, by hash."""
+"""``tridock data sync``: copies what an experiment reads, and Megatron's index maps, to every node that lacks it."""
 
-from __future__ import annotations
-
-import hashlib
 import posixpath
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from rich.table import Column, Table
 
-from tridock.command import Command
-from tridock.contracts import run_folder
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import IndexMaps
-from tridock.engines import engine_of
-from tridock.errors import ClusterError, Problem, RequestError, TridockError
+from tridock.contracts.run_folder import WORKSPACE
+from tridock.engines import program_of
+from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.ops.hosts.session import NODE, Session
+from tridock.ops.hosts.client import NODE
+from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs.default_experiment import choose_experiment
-from tridock.ops.runs.preflight import data_files
 from tridock.ops.runs.prepare import assumptions_for, prepare
-from tridock.ops.sync.files import Chosen, DataFile, choose, fingerprint, of_experiment
-from tridock.ops.sync.shared import OPERATOR, HostPool, Sharing, find_shared
-from tridock.ops.sync.transfer import RemoteFiles, arrived, asked, drop_maps_command, read_command, remote_files, send
+from tridock.ops.sync.files import Absent, Chosen, Wanted, choose, manifest_sha256, of_experiment, refuse_damage
+from tridock.ops.sync.rsync import OPERATOR, Nodes, Sharing, find_shared
 from tridock.plan import Plan
-from tridock.progress import Bars, bars, size_text
+from tridock.progress import bars, size_text
 from tridock.remote import Host
 
 
@@ -51,114 +48,133 @@ class Row:
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """A row for each node, and the errors of failed ones."""
+class Synced(NamedTuple):
+    """A row for each node, and the nodes, with the errors of failed ones."""
 
     rows: tuple[Row, ...]
-    pool: HostPool
+    nodes: Nodes
     sharing: Sharing
-
-    @property
-    def failure(self) -> TridockError | None:
-        """The errors of all hosts so far; None if there are none."""
-        return self.pool.failure()
 
 
 def sync(
-    session: Session, chosen: Sequence[Chosen], only: tuple[str, ...] | None = None, *, dry_run: bool = False
+    hosts: Hosts,
+    chosen: Sequence[Chosen],
+    absent: Sequence[Absent] = (),
+    *,
+    dry_run: bool = False,
+    checksum: bool = False,
 ) -> Synced:
-    """Makes the workspaces of all nodes (or of ``only`` some) contain the files as they are here.
+    """Makes the workspaces of all nodes contain the files as they are here; brings the nodes up before.
 
-    A failed host does not stop the others; see :attr:`Synced.failure`. Raises :class:`RequestError` if the files here
-    cannot be read. ``dry_run`` determines what would be sent, and sends nothing.
+    A file is up to date if its size and time are equal; with ``checksum``, if its content is. A failed node does not
+    stop the others; see :meth:`Nodes.failure`. Raises :class:`RequestError` if the files here are damaged, or if nodes
+    lack what is ``absent`` here. ``dry_run`` determines what would be sent, and sends nothing.
     """
-    project = session.cluster.project_folder
-    with bars(quiet=session.quiet) as begin:
-        sizes = sum(item.source.stat().st_size for item in chosen)
-        files = fingerprint(project, chosen, begin("read here", sizes))
-        pool = HostPool(session, only)
-        places = tuple(dict.fromkeys(file.place for file in files))
-        sharing = find_shared(pool, project, places, make=not dry_run)
+    project = hosts.cluster.project_folder
+    stamps = {file: file.stamp() for file in chosen}
+    nodes = Nodes(hosts, start=not dry_run)
+    _refuse_absent(nodes, absent)
+    with bars(quiet=hosts.quiet) as begin:
+        places = tuple(dict.fromkeys(file.place for file in chosen))
+        sharing = find_shared(nodes, project, places, make=not dry_run)
+        rows = {node: Row(node) for node in hosts}
+        lacking: dict[str, dict[str, list[Chosen]]] = {node: {} for node in hosts}
 
-        def send_to(node: str, host: Host) -> Row:
-            return _send_missing(node, host, pool.workspaces[node], files, sharing, begin, dry_run=dry_run)
+        def look(node: str, _host: Host) -> None:
+            row, bar = rows[node], begin(f"look at {node}", None)
+            row.free = min((sharing.free[node, place] for place in places), default=None)
+            keepers = {place: sharing.keeper(node, place) for place in places}
+            row.shared_with = tuple(dict.fromkeys(keeper for keeper in keepers.values() if keeper != node))
+            for place in (it for it in places if keepers[it] == node):
+                files = {it.below: it for it in chosen if it.place == place}
+                names = list(files)
+                if (node, place) in sharing.there:  # a dry run has not made it
+                    names = nodes.differing(node, place, project / place, files, checksum=checksum)
+                arrived = nodes.arrived(node, place, names)
+                need = sum(max(0, stamps[files[name]][0] - arrived.get(name, 0)) for name in names)
+                if need > (free := sharing.free[node, place]):
+                    got = f"{size_text(need)} to send, {size_text(free)} free in {node}:{WORKSPACE}/{place}"
+                    todo = "free some space there, or choose another folder (workdir in the settings)"
+                    raise ClusterError(Problem(node, "has too little disk space for the data", got, todo))
+                lacking[node][place] = [files[name] for name in names]
+                row.sent, row.there = row.sent + len(names), row.there + len(files) - len(names)
+                row.bytes += need
+            bar.end()
 
-        rows = pool.each(send_to)
-    return Synced(tuple(rows.get(node) or Row(node, failed=True) for node in pool.nodes), pool, sharing)
+        def send(node: str, _host: Host) -> None:
+            row, files = rows[node], list(chain(*lacking[node].values()))
+            started, done, size = time.monotonic(), 0, sum(stamps[it][0] for it in files)
+            row.bytes, bar = 0, begin(f"send to {node}", size)
+            for place, some in lacking[node].items():
+                show = partial(lambda before, now: bar.set(before + now, size), done)
+                row.bytes += nodes.send(node, place, project / place, [it.below for it in some], show)
+                done += sum(stamps[it][0] for it in some)
+            row.seconds = time.monotonic() - started
+            if changed := [it.name for it in files if it.stamp() != stamps[it]]:
+                todo = "wait until it is written, then try again"
+                raise RequestError(Problem(name, "changed while it was sent", "", todo) for name in changed)
 
-
-def _send_missing(
-    node: str, host: Host, workspace: str, files: Sequence[DataFile], sharing: Sharing, begin: Bars, *, dry_run: bool
-) -> Row:
-    keepers = {file.name: sharing.keeper(node, file.place) for file in files}
-    mine = [file for file in files if keepers[file.name] == node]
-    others = tuple(dict.fromkeys(keeper for keeper in keepers.values() if keeper != node))
-    free = [sharing.free[node, file.place] for file in files if (node, file.place) in sharing.free]
-    row = Row(node, free=min(free, default=None), shared_with=others)
-    if not mine:
-        return row
-    bar = begin(f"look at {node}", None)
-    there = remote_files(node, host, workspace, asked(mine))
-    bar.end()
-    missing = [file for file in mine if there.sha256.get(file.name) != file.sha256]
-    row.sent, row.there = len(missing), len(mine) - len(missing)
-    row.bytes = sum(file.size - arrived(file, there) for file in missing)
-    _refuse(node, workspace, missing, there, sharing)
-    if missing and not dry_run:
-        started = time.monotonic()
-        send(node, host, workspace, missing, there, begin(f"send to {node}", row.bytes))
-        row.seconds = time.monotonic() - started
-    return row
-
-
-def _refuse(node: str, workspace: str, files: Sequence[DataFile], there: RemoteFiles, sharing: Sharing) -> None:
-    """Raises before the first byte is sent if data cannot be written there or does not fit on the disk."""
-    strange = [name for name in there.strange if name in {file.name for file in files}]
-    problems = [
-        Problem(node, "has something else where a file of the data belongs", f"{workspace}/{name}", "remove it there")
-        for name in strange
-    ]
-    for place in dict.fromkeys(file.place for file in files):
-        need = sum(file.size - arrived(file, there) for file in files if file.place == place)
-        free = sharing.free.get((node, place), need)
-        if need > free:
-            got = f"{size_text(need)} to send, {size_text(free)} free in {workspace}/{place}"
-            todo = "free some space there, or choose another folder (workdir in the settings)"
-            problems.append(Problem(node, "has too little disk space for the data", got, todo))
-    if problems:
-        raise ClusterError(problems)
+        nodes.each(look)
+        if not dry_run:
+            read = [
+                it
+                for it in chosen
+                if manifest_sha256(it) and any(it in lacking[n].get(it.place, ()) for n in nodes.fit)
+            ]
+            refuse_damage(read, begin("read here", sum(stamps[it][0] for it in read)))
+            nodes.each(send, only=[node for node, row in rows.items() if row.sent])
+    return Synced(tuple(rows[it] if it in nodes.fit else Row(it, failed=True) for it in hosts), nodes, sharing)
 
 
 def run(
-    session: Session,
+    hosts: Hosts,
     paths: Sequence[str],
     config: Path | None,
     overrides: Sequence[str],
     say: Callable[[str | Table], object],
     *,
     dry_run: bool = False,
+    checksum: bool = False,
 ) -> None:
-    """Copies the data to the hosts and prints the result; raises the hosts' errors at the end.
+    """Copies the data to the nodes and prints the result; raises the nodes' errors at the end.
 
     ``paths`` are files, folders or prefixes. An experiment's files are copied if it is named, or if no path is.
     """
-    project = session.cluster.project_folder
-    chosen: tuple[Chosen, ...] = choose(project, paths)
+    project = hosts.cluster.project_folder
+    wanted: list[Wanted] = []
+    absent: list[Absent] = []
     laid_out: tuple[Experiment, Plan] | None = None
     if config or not paths:
-        cluster = session.cluster
+        cluster = hosts.cluster
         config, overrides, _ = choose_experiment(config, overrides, cluster.slots)
         prepared = prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=True)
         experiment, plan = prepared.experiment, prepared.plan
         laid_out = experiment.resolved(plan.data_parallel_size), plan
-        chosen += of_experiment(project, config, experiment.data.data_path, data_files(experiment))
-    synced = sync(session, tuple({item.name: item for item in chosen}.values()), dry_run=dry_run)
+        wanted, absent = of_experiment(project, config, experiment)
+    synced = sync(hosts, choose(project, paths, wanted), absent, dry_run=dry_run, checksum=checksum)
     say(table(synced.rows, dry_run=dry_run))
     if laid_out is not None and not dry_run:
         say(send_index_maps(synced, *laid_out))
-    if failure := synced.failure:
+    if failure := synced.nodes.failure():
         raise failure
+
+
+def _refuse_absent(nodes: Nodes, absent: Sequence[Absent]) -> None:
+    """Raises :class:`RequestError` with what is neither here nor on the nodes that need it."""
+    if not absent:
+        return
+    paths = [path for it in absent for path in it.paths]
+    found = nodes.each(lambda node, _: {*nodes.run(node, "sh", "-c", THERE, "sync", *paths).split("\0")})
+    problems = []
+    for it in absent:
+        without = [node for node, there in found.items() if not there.issuperset(it.paths)]
+        if without and (it.everywhere or all(there.isdisjoint(it.paths) for there in found.values())):
+            what = f"is neither here nor on {', '.join(without)}"
+            problems.append(Problem(it.where, what, ", ".join(it.paths), it.todo))
+    RequestError.raise_for(problems)
+
+
+THERE: Final = 'for f; do [ ! -e "$f" ] || printf "%s\\0" "$f"; done\n'
 
 
 def table(rows: Sequence[Row], *, dry_run: bool) -> Table:
@@ -181,108 +197,74 @@ def _whose(keeper: str) -> str:
     return "the project's folder" if keeper == OPERATOR else f"shared with {keeper}"
 
 
-_TIMEOUT_S: Final = 60.0
-
-
 def send_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
     """Builds the missing index maps of a run on the head and copies them; returns a line about it.
 
-    Host errors are kept in ``synced``. Does nothing for engines that need no maps, or while the head's node is not up:
-    a launch then builds them.
+    Errors are kept in ``synced``. Does nothing for engines that need no maps.
     """
-    pool = synced.pool
-    head = pool.nodes[0]
-    program = engine_of(experiment).index_map_program(experiment, plan, run_folder.WORKSPACE)
+    nodes, sharing = synced.nodes, synced.sharing
+    head = nodes.client.head
+    program = program_of(experiment).index_maps(experiment, plan, WORKSPACE)
     if program is None:
         return f"index maps: none are needed, engine {experiment.engine} finds its samples in memory"
-    container = pool.states[head].container if pool.fit(head) else None
-    if container is None or not container.running:
-        up = f"tridock up {pool.cluster.hosts_option}"
-        return f"index maps: not made, the node on {head} is not up; run {up} first, or the nodes make them at a launch"
-    made = pool.each(lambda node, host: _make(synced, node, host, experiment, program), only=(head,))
+    made = nodes.each(lambda node, _: _make(nodes, node, experiment, program), only=(head,))
     if head not in made:
         return f"index maps: not made, see the error of {head}"
-    count, names = made[head]
-    folder = posixpath.dirname(names[0])
-    keepers = {node: synced.sharing.keeper(node, folder) for node in pool.nodes if pool.fit(node)}
-    keeper = keepers[head]
-    others = tuple(node for node in keepers if keepers[node] == node and node not in (head, keeper))
-    sent = _copy(synced, head, names, others) if others else ()
+    count, names = made[head].made, made[head].files
+    prefix = posixpath.relpath(posixpath.join(WORKSPACE, experiment.data.prefix), WORKSPACE)
+    folder = posixpath.dirname(prefix) or "."
+    keeper = sharing.keeper(head, folder)
+    others = [it for it in nodes.fit if sharing.keeper(it, folder) == it and it not in (head, keeper)]
+    sent = _copy(nodes, head, folder, names, others) if others else ()
     origin = f"made on {head}" if count else f"already on {head}"
     return f"index maps: {len(names) - 1} files, {origin}" + (f", sent to {', '.join(sent)}" if sent else "")
 
 
-def _make(
-    synced: Synced, node: str, host: Host, experiment: Experiment, program: Sequence[str]
-) -> tuple[int, list[str]]:
-    """Returns how many were built, and all that the run needs, by paths below the workspace; the marker comes last."""
+def _make(nodes: Nodes, node: str, experiment: Experiment, program: Sequence[str]) -> IndexMaps:
+    """Returns how many were built, and the names of all that the run needs; the marker comes last."""
     # The environment of CPU ranks, the only ones here, whatever the experiment requests.
-    python = Command((*NODE[:-1], *program), env=experiment.env)
-    done = host.run(synced.pool.transport.exec_command(node, synced.pool.states[node].facts, python))
+    env = [f"{name}={value}" for name, value in experiment.env.items()]
+    done = nodes.client.run_inside(node, "env", *env, *NODE[:-1], *program)
     try:
         answer = decode(IndexMaps, done.stdout)
     except ValueError:
         replace(done, command="make the index maps").checked(node)
-        what, todo = "its image has another version of Tridock", "run tridock image, then tridock up"
-        raise ClusterError(Problem(node, what, "another form of answer to index_maps", todo)) from None
+        raise nodes.client.other_version(node, "another form of answer to index_maps") from None
     if answer.problems:
         raise RequestError(replace(problem, where=f"{node}: {problem.where}") for problem in answer.problems)
-    path = posixpath.relpath(posixpath.join(run_folder.WORKSPACE, experiment.data.data_path), run_folder.WORKSPACE)
-    return answer.made, [posixpath.join(posixpath.dirname(path), name) for name in answer.files]
+    return answer
 
 
-def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ...]) -> tuple[str, ...]:
+def _copy(nodes: Nodes, head: str, folder: str, names: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
     """Copies missing maps from the head through this machine; returns the nodes that lacked some."""
-    pool, mark = synced.pool, names[-1]
-    with tempfile.TemporaryDirectory(prefix="tridock-maps-") as folder:
-        wanted = [("any", name) for name in names]
-        listed = pool.each(lambda node, host: remote_files(node, host, pool.workspaces[node], wanted), (head,))
-        if head not in listed:
-            return ()
-        files = [_file(name, listed[head], Path(folder)) for name in names]
-        there = pool.each(lambda node, host: remote_files(node, host, pool.workspaces[node], asked(files)), others)
-        missing = {node: _missing(files, it) for node, it in there.items()}
-        # A different marker means maps of other data or another split, under names that may be needed later.
-        stale = {node for node, some in missing.items() if mark in {file.name for file in some}}
-        missing = {node: tuple(files) if node in stale else some for node, some in missing.items() if some}
-        needed = {file.name for some in missing.values() for file in some}
-        fetched = pool.each(lambda node, host: _fetch(node, host, pool.workspaces[node], files, needed), (head,))
-        if head not in fetched:
+    mark = names[-1]
+    sums = nodes.each(lambda node, _: _sums(nodes, node, folder, names), only=(head, *others))
+    if head not in sums:
+        return ()
+    wanted = sums.pop(head)
+    missing = {node: [name for name in names if it.get(name) != wanted.get(name)] for node, it in sums.items()}
+    # A different marker means maps of other data or another split, under names that may be needed later.
+    stale = [node for node, some in missing.items() if mark in some]
+    missing = {node: list(names) if node in stale else some for node, some in missing.items() if some}
+    needed = [name for name in names if any(name in some for some in missing.values())]
+    with tempfile.TemporaryDirectory(prefix="tridock-maps-") as temporary:
+        if needed and not nodes.each(lambda node, _: nodes.fetch(node, folder, needed, Path(temporary)), only=(head,)):
             return ()
 
-        def send_to(node: str, host: Host) -> None:
-            workspace, to_send = pool.workspaces[node], [fetched[head][file.name] for file in missing[node]]
+        def send_to(node: str, _host: Host) -> None:
             if node in stale:
-                prefix = mark.removesuffix("_indexmap.sha256")
-                host.run(drop_maps_command(workspace, prefix), timeout=_TIMEOUT_S).checked(node)
-            send(node, host, workspace, to_send, there[node], lambda _: None)
+                nodes.script(node, DROP_MAPS, folder, mark.removesuffix("_indexmap.sha256"))
+            nodes.send(node, folder, Path(temporary), missing[node], lambda _: None)
 
-        return tuple(pool.each(send_to, only=tuple(missing)))
-
-
-def _missing(files: Sequence[DataFile], there: RemoteFiles) -> tuple[DataFile, ...]:
-    return tuple(file for file in files if there.sha256.get(file.name) != file.sha256)
+        return tuple(nodes.each(send_to, only=missing))
 
 
-def _file(name: str, listed: RemoteFiles, folder: Path) -> DataFile:
-    size, sha256 = listed.sizes.get(name, 0), listed.sha256.get(name, "")
-    return DataFile(name, folder / posixpath.basename(name), posixpath.dirname(name), size, 0, sha256)
+DROP_MAPS: Final = 'set -eu; cd -- "$1"; rm -f -- "$2"_*_indexmap_*.npy "$2"_indexmap.sha256\n'
+SUMS: Final = 'cd -- "$1" || exit 0; shift; sha256sum --zero -- "$@" 2>/dev/null || true\n'
 
 
-def _fetch(node: str, host: Host, workspace: str, files: Sequence[DataFile], needed: set[str]) -> dict[str, DataFile]:
-    return {file.name: _fetched(node, host, workspace, file) for file in files if file.name in needed}
-
-
-def _fetched(node: str, host: Host, workspace: str, file: DataFile) -> DataFile:
-    digest = hashlib.sha256()
-    with file.source.open("wb") as opened:
-
-        def write(chunk: bytes) -> None:
-            opened.write(chunk)
-            digest.update(chunk)
-
-        done = host.read_into(write, read_command(workspace, file.name))
-        replace(done, command=f"read {file.name}").checked(node)
-    if digest.hexdigest() != file.sha256:
-        raise ClusterError(Problem(node, f"{file.name} changed while it was read", "", "try again"))
-    return replace(file, mtime_ns=file.source.stat().st_mtime_ns)
+def _sums(nodes: Nodes, node: str, folder: str, names: Sequence[str]) -> dict[str, str]:
+    """Returns the SHA-256 of those of the files that are there."""
+    printed = nodes.run(node, "sh", "-c", SUMS, "sums", folder, *names, timeout=None)
+    lines = (line.partition("  ") for line in printed.split("\0"))
+    return {name: digest for digest, _, name in lines if name}

@@ -160,8 +160,7 @@ def overrides(mode: str | None, ndevice_per_proc: int, world_size: int) -> list[
 
 
 def _whole_pipeline(experiment: Experiment, world_size: int) -> Iterator[str]:
-    """If the experiment omits its global batch, yields one with a micro-batch per pipeline stage: fewer leave stages
-    idle."""
+    """If the experiment omits its global batch, yields one with a micro-batch per stage: fewer leave stages idle."""
     stages = experiment.parallel.pipeline_model_parallel_size
     if stages > 1 and experiment.batch.global_batch_size is None:
         replicas = world_size // (stages * experiment.parallel.tensor_model_parallel_size)

@@ -1,44 +1,50 @@
-"""Chooses the checkpoint to resume from: the newest that is complete on every rank, by the hashes of all files.
+"""Chooses the checkpoint to resume from: the newest of which every rank has, or gets, the files that it reads.
 
-Everything here is a collective with the same result on all ranks.
+Whole is what its hash says. Everything here is a collective with the same result on all ranks.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
+from tridock.contracts.checkpoint_files import Entry, Manifest, damage, read_manifest
 from tridock.contracts.checkpoints import MANIFEST
-from tridock.errors import Problem, RequestError
+from tridock.contracts.events import Event, append_event
+from tridock.contracts.run_folder import write_atomic
+from tridock.errors import Problem, RequestError, RunError, count
 from tridock.train.checkpoints import files
+from tridock.train.checkpoints.exchange import Progress, exchange, group_of, transfers
 from tridock.train.checkpoints.files import Names
 from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, any_rank
 
-Needed = Callable[[Path], Collection[str]]
-"""Returns the files of a checkpoint that this rank reads."""
-Rejected = Callable[[Path, Sequence[Problem]], None]
-"""Called with every checkpoint that is skipped, and the reasons."""
+Needed = Callable[[Path, Collection[str]], Iterator[Collection[str]]]
+"""Yields names of files that this rank reads from a checkpoint; those are there once it is asked for more. Its second
+argument are the names of all files of the checkpoint."""
 
 
-def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, rejected: Rejected) -> Path:
+def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, run_folder: Path) -> Path:
     """Returns the folder to resume from: ``source`` itself, or the newest complete one in it, whatever the pointer.
 
-    Every file is read once; ranks that see the same folder divide them. Raises :class:`AgreedError` if no checkpoint is
-    complete.
+    Every file is read once; ranks that see the same folder divide them. A node gets what its ranks need and only other
+    nodes have. Prints, and records in the run's folder, those that are passed over. Raises :class:`AgreedError` if no
+    checkpoint is complete.
     """
     tried: dict[Path, tuple[Problem, ...]] = {}
     for folder in _candidates(source, names, ranks, tried):
-        if not (problems := _damage(folder, ranks, needed(folder))):
-            for other, reasons in tried.items():
-                rejected(other, reasons)
+        if not (problems := _provide(folder, ranks, needed)):
+            for other, found in tried.items() if ranks.first else ():
+                reasons = [str(problem) for problem in found]
+                append_event(run_folder, Event.CHECKPOINT_REJECTED, folder=str(other), reasons=reasons)
+                print("\n".join([f"warning: {other} is passed over:", *reasons]), flush=True)
             return folder
         tried[folder] = problems
     what = f"no complete checkpoint is in {source}" if tried else f"there is no checkpoint in {source}"
     todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
     got = "" if tried else "no such folder" if not source.is_dir() else "no checkpoint's folder in it"
-    reasons = tuple(itertools.chain.from_iterable(tried.values()))
-    raise AgreedError(RequestError([Problem("train.load", what, got, todo), *reasons]))
+    every = itertools.chain.from_iterable(tried.values())
+    raise AgreedError(RequestError([Problem("train.load", what, got, todo), *every]))
 
 
 def holds_checkpoint(source: Path, names: Names, ranks: Ranks) -> bool:
@@ -69,27 +75,100 @@ def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tupl
     return [source / names.folder(iteration) for iteration in sorted({*pointed, *iterations}, reverse=True)]
 
 
-def _damage(folder: Path, ranks: Ranks, needed: Collection[str]) -> tuple[Problem, ...]:
-    """Returns the problems that any rank finds in a checkpoint."""
-    manifest = files.read_manifest(folder)
-    identities: list[tuple[int, ...] | None] = [None] * ranks.world_size
-    dist.all_gather_object(identities, _identity(folder / MANIFEST))
-    sharing = [rank for rank, identity in enumerate(identities) if identity == identities[ranks.rank]]
+def _provide(folder: Path, ranks: Ranks, needed: Needed) -> tuple[Problem, ...]:
+    """Brings what the ranks need of a checkpoint to their nodes. Returns the problems that any rank finds."""
     try:
-        with agree_on_errors(ranks):
-            if isinstance(manifest, Problem):
-                raise RequestError(manifest)
-            sizes = {name: entry.size for name, entry in manifest.items()}
-            share = files.assign_to_ranks(sizes, sharing)[ranks.rank]
-            problems = [
-                *files.damage(folder, manifest, share, read=True),
-                *files.damage(folder, manifest, set(needed) - set(share), read=False),
-            ]
-            if problems:
-                raise RequestError(problems)
+        leaders = _leaders(folder, ranks)
+        have = _whole(folder, ranks, leaders)
+        steps = needed(folder, {name for entries in have.values() for name in entries})
+        while True:
+            with agree_on_errors(ranks):
+                names = next(steps, None)
+            asked: list[Collection[str] | None] = [None] * ranks.world_size
+            dist.all_gather_object(asked, names)
+            if all(it is None for it in asked):
+                return ()
+            _bring(folder, ranks, leaders, have, asked)
     except AgreedError as found:
         return found.error.problems
-    return ()
+
+
+def _leaders(folder: Path, ranks: Ranks) -> list[int]:
+    """Returns for each rank the lowest one that sees the same files there, or that is on the same node."""
+    identities: list[tuple[tuple[int, ...] | None, int]] = [(None, 0)] * ranks.world_size
+    dist.all_gather_object(identities, (_identity(folder / MANIFEST), ranks.local_rank))
+    nodes = itertools.accumulate(local_rank == 0 for _, local_rank in identities)
+    places = [identity or node for (identity, _), node in zip(identities, nodes, strict=True)]
+    return [places.index(place) for place in places]
+
+
+def _whole(folder: Path, ranks: Ranks, leaders: Sequence[int]) -> dict[int, dict[str, Entry]]:
+    """Returns the whole files on each file system, by its leader.
+
+    Raises :class:`AgreedError` with damaged ones of which there is no other copy, and where no node has the checkpoint.
+    """
+    manifest = read_manifest(folder)
+    listed = {} if isinstance(manifest, Problem) else manifest.here
+    sharing = [rank for rank, leader in enumerate(leaders) if leader == leaders[ranks.rank]]
+    share = files.assign_to_ranks({name: entry.size for name, entry in listed.items()}, sharing)[ranks.rank]
+    damaged = {name: problem for name in share for problem in damage(folder, listed, [name], read=True)}
+    good = {name: listed[name] for name in share if name not in damaged}
+    shares: list[tuple[bool, dict[str, Entry]]] = [(False, {})] * ranks.world_size
+    dist.all_gather_object(shares, (not isinstance(manifest, Problem), good))
+    have: dict[int, dict[str, Entry]] = {}
+    for leader, (_, entries) in zip(leaders, shares, strict=True):
+        have.setdefault(leader, {}).update(entries)
+    with agree_on_errors(ranks):
+        if isinstance(manifest, Problem) and not any(is_there for is_there, _ in shares):
+            raise RequestError(manifest)
+        RequestError.raise_for(
+            it for name, it in damaged.items() if not any(name in entries for entries in have.values())
+        )
+    return have
+
+
+def _bring(
+    folder: Path,
+    ranks: Ranks,
+    leaders: Sequence[int],
+    have: dict[int, dict[str, Entry]],
+    asked: Sequence[Collection[str] | None],
+) -> None:
+    """Brings the files that ranks have ``asked`` for to the nodes that lack them, and lists them there."""
+    wanted: dict[int, set[str]] = {leader: set() for leader in have}
+    for leader, names in zip(leaders, asked, strict=True):
+        wanted[leader].update(set(names or ()) - set(have[leader]))
+    moved = transfers(have, wanted)
+    coming = {(it.name, target) for it in moved for target in it.targets}
+    leader = leaders[ranks.rank]
+    with agree_on_errors(ranks):
+        if missing := [name for name in sorted(wanted[leader]) if (name, leader) not in coming]:
+            todo = "bring its node back, or continue from another checkpoint (train.checkpoint_copies: 2 prevents this)"
+            raise RequestError(Problem(str(folder / name), "is on no node", "", todo) for name in missing)
+    if not moved:
+        return
+    if ranks.first:
+        size = sum(it.entry.size * len(it.targets) for it in moved)
+        print(f"{folder}: {count(len(moved), 'file')}, {size / 1e9:,.3f} GB, of other nodes are needed", flush=True)
+    group = group_of(moved)
+    with agree_on_errors(ranks):
+        if ranks.rank in {rank for it in moved for rank in (it.source, *it.targets)}:
+            exchange(folder, moved, ranks, group, Progress(folder, moved, ranks.rank))
+    for it in moved:
+        for target in it.targets:
+            have[target][it.name] = it.entry
+    everything = {name: entry for entries in have.values() for name, entry in entries.items()}
+    with agree_on_errors(ranks):
+        if leader == ranks.rank and wanted[leader]:
+            elsewhere = {name: entry for name, entry in everything.items() if name not in have[leader]}
+            _list(folder, Manifest(have[leader], elsewhere))
+
+
+def _list(folder: Path, manifest: Manifest) -> None:
+    todo = "free space there or fix its permissions"
+    with RunError.in_place_of(OSError, folder / MANIFEST, "could not be written", todo):
+        files.sync_folders(folder)
+        write_atomic(folder / MANIFEST, manifest.to_bytes())
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tridock.contracts.megatron_weights import flat_names
-from tridock.contracts.pretrained import StateFiles
-from tridock.contracts.safe_pickles import DEEPSPEED_TODO
+from tridock.contracts.pretrained import DEEPSPEED_TODO, DTYPES, StateFiles
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.pickles import refusing_foreign, safe_torch_load
 from tridock.train.checkpoints.write_errors import replaced
@@ -40,10 +39,12 @@ class DeepSpeedWeights:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, Callable[[], Tensor]] = {}
-        with refusing_foreign(DEEPSPEED_TODO), safe_torch_load(classes, mmap=True), _understood(folder):
+        self._dtypes: dict[str, torch.dtype] = {}
+        with safe_torch_load(classes, mmap=True), refusing_foreign(DEEPSPEED_TODO), _understood(folder):
             state = torch.load(files.models[0], map_location="cpu", weights_only=True)
-            if files.has_module:
-                self._add_module(state["module"], state.get("buffer_names") or ())
+            for name, it in flat_names(state["module"]).items():
+                tensor = it if isinstance(it, Tensor) else torch.empty(())
+                self._add(name, tensor.shape, partial(_given, tensor), tensor.dtype)
             if files.optimizers and state.get("param_shapes") is not None:
                 self._add_zero(files)
             elif not files.has_module:
@@ -54,22 +55,21 @@ class DeepSpeedWeights:
         self.aliases: Mapping[str, str] = {name: source for name, source in shared.items() if source in self.shapes}
         """Names of weights that are another weight, with that one's name."""
         for name, source in self.aliases.items():
-            self._add(name, self.shapes[source], self._reads[source])
+            self.shapes[name], self._reads[name] = self.shapes[source], self._reads[source]
 
     @property
     def names(self) -> Collection[str]:
         return self.shapes.keys()
 
+    @property
+    def other_dtypes(self) -> dict[str, str]:
+        return other_dtypes(self._dtypes)
+
     def read(self, name: str) -> Tensor:
         return self._reads[name]()
 
-    def _add(self, name: str, shape: Sequence[int], read: Callable[[], Tensor]) -> None:
-        self.shapes[name], self._reads[name] = tuple(shape), read
-
-    def _add_module(self, module: Mapping[str, Any], buffers: Collection[str]) -> None:
-        for name, tensor in flat_names(module).items():
-            if isinstance(tensor, Tensor) and name not in buffers:
-                self._add(name, tensor.shape, partial(_given, tensor))
+    def _add(self, name: str, shape: Sequence[int], read: Callable[[], Tensor], dtype: torch.dtype) -> None:
+        self.shapes[name], self._reads[name], self._dtypes[name] = tuple(shape), read, dtype
 
     def _add_zero(self, files: StateFiles) -> None:
         from deepspeed.utils import zero_to_fp32
@@ -87,14 +87,16 @@ class DeepSpeedWeights:
                 groups = [(name, number) for number, group in enumerate(models[0].param_shapes) for name in group]
                 for name, number in groups:
                     place, parts = found[name], [rank[number] for rank in flats]
-                    self._add(name, place.shape, partial(_slice, parts, place.storage_offset(), place.shape))
+                    self._add(
+                        name, place.shape, partial(_slice, parts, place.storage_offset(), place.shape), place.dtype
+                    )
             else:
                 zero_to_fp32._zero3_merge_trainable_params(found, ranks, flats, models)
                 for name, gathered in found.items():
-                    self._add(name, gathered.shape, gathered.contiguous)
+                    self._add(name, gathered.shape, gathered.contiguous, gathered.dtype)
             for name, shape in (models[0].frozen_param_shapes or {}).items():
                 fragments = [model.frozen_param_fragments[name] for model in models]
-                self._add(name, shape, partial(_joined, fragments, shape))
+                self._add(name, shape, partial(_joined, fragments, shape), fragments[0].dtype)
 
     def _partitions(self, files: StateFiles, zero_to_fp32: Any) -> tuple[int, int, list[Any], Any]:
         """Returns ZeRO's stage, the number of ranks, their flat fp32 vectors, and paddings between weights.
@@ -117,10 +119,16 @@ class DeepSpeedWeights:
         found = {}
         for name, read in self._reads.items():
             if isinstance(read, partial) and read.func is _given:
-                place = read.args[0].data_ptr()
+                place = read.args[0].data_ptr() or id(read)
                 found.update({name: first[place]} if place in first else {})
                 first.setdefault(place, name)
         return found
+
+
+def other_dtypes(dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Returns the types of weights that are not read (:class:`tridock.contracts.pretrained.StoredWeights`)."""
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    return {name: dtype for name, dtype in names.items() if dtype not in DTYPES}
 
 
 def _given(tensor: Tensor) -> Tensor:

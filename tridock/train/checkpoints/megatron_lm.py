@@ -14,11 +14,11 @@ from tridock.contracts.megatron_weights import (
     megatron_files,
     name_in_pipeline,
 )
-from tridock.contracts.safe_pickles import MEGATRON_TODO
+from tridock.contracts.pretrained import MEGATRON_TODO
 from tridock.errors import Problem, RequestError
 from tridock.experiment.megatron_weights import half, megatron_name, split_dimension
 from tridock.experiment.model import Model
-from tridock.train.checkpoints.deepspeed import DeepSpeedWeights
+from tridock.train.checkpoints.deepspeed import DeepSpeedWeights, other_dtypes
 from tridock.train.checkpoints.pickles import is_zip, megatron_classes, refusing_foreign, safe_torch_load
 
 
@@ -41,7 +41,7 @@ class MegatronWeights:
         else:
             own = [DeepSpeedWeights(folder, states, megatron_classes()) for states in files.states]
             self._take_settings(own[0].client_state)
-            self._ranks = [_Shard(it.shapes, it.read) for it in own]
+            self._ranks = [_Shard(it.shapes, it.read, it.other_dtypes) for it in own]
         if self.version not in (0, 1.0, 2.0, 3.0):
             todo = "convert it with the Megatron-LM that wrote it, to a transformers folder, and use train.load: hf:DIR"
             what = "has a checkpoint_version that no known Megatron-LM writes"
@@ -51,6 +51,11 @@ class MegatronWeights:
     def parts(self) -> list[Mapping[str, tuple[int, ...]]]:
         """Each tensor parallel rank's shapes, by v1.1.5's names."""
         return [rank.shapes for rank in self._ranks]
+
+    @property
+    def other_dtypes(self) -> Mapping[str, str]:
+        """Types that are not read (:class:`tridock.contracts.pretrained.StoredWeights`)."""
+        return {name: dtype for rank in self._ranks for name, dtype in rank.other_dtypes.items()}
 
     def read(self, name: str) -> Tensor:
         """Returns a weight by its name in engine torch; tables have v1.1.5's padding."""
@@ -74,8 +79,7 @@ class MegatronWeights:
     def _plain(self, files: Sequence[Path]) -> "_Shard":
         states = [_load(file) for file in files]
         self._take_settings({"checkpoint_version": 0, **states[0]})
-        tensors = {name: it for name, it in joined_stages(states).items() if isinstance(it, Tensor)}
-        return _Shard({name: tuple(it.shape) for name, it in tensors.items()}, tensors.__getitem__)
+        return _Shard.of(joined_stages(states))
 
     def _take_settings(self, state: Mapping[str, Any]) -> None:
         self.version = state.get("checkpoint_version", self.version)
@@ -86,8 +90,17 @@ class MegatronWeights:
 class _Shard:
     """One tensor parallel rank's weights, by v1.1.5's names."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> None:
-        self.shapes, self.read = shapes, read
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], other_dtypes: Mapping[str, str]
+    ) -> None:
+        self.shapes, self.read, self.other_dtypes = shapes, read, other_dtypes
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "_Shard":
+        """``found``: what a file holds by these names, which are tensors or refused."""
+        tensors = {name: it if isinstance(it, Tensor) else torch.empty(()) for name, it in found.items()}
+        shapes = {name: tuple(it.shape) for name, it in tensors.items()}
+        return cls(shapes, tensors.__getitem__, other_dtypes({name: it.dtype for name, it in tensors.items()}))
 
 
 def megatron_lm_weights(folder: Path, model: Model) -> Callable[[str], Tensor] | None:
@@ -108,15 +121,12 @@ def _is_megatrons(file: Path) -> bool:
 
 def _pipeline(layers: Mapping[int, Path]) -> _Shard:
     """Opens a pipeline's file per layer."""
-    tensors = {
-        name_in_pipeline(number, max(layers), name): tensor
-        for number, file in layers.items()
-        for name, tensor in _load(file).items()
-        if isinstance(tensor, Tensor)
-    }
-    return _Shard({name: tuple(it.shape) for name, it in tensors.items()}, tensors.__getitem__)
+    last, states = max(layers), {number: _load(file) for number, file in layers.items()}
+    return _Shard.of(
+        {name_in_pipeline(at, last, name): it for at, state in states.items() for name, it in state.items()}
+    )
 
 
 def _load(file: Path) -> Any:
-    with refusing_foreign(MEGATRON_TODO), safe_torch_load(megatron_classes(), mmap=is_zip(file)):
+    with safe_torch_load(megatron_classes(), mmap=is_zip(file)), refusing_foreign(MEGATRON_TODO):
         return torch.load(file, map_location="cpu", weights_only=True)

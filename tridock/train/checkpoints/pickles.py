@@ -7,6 +7,7 @@ import argparse
 import os
 import pickle
 import re
+import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,17 +19,37 @@ from typing import IO, Any, Final
 import torch
 from torch.torch_version import TorchVersion
 
-from tridock.contracts.safe_pickles import ARRAYS, ENUMS, FOREIGN, LOSS_SCALERS
+from tridock.contracts.pretrained import ARRAYS, ENUMS, FOREIGN, LOSS_SCALERS
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.write_errors import replaced
 
 
+class ForeignObjectError(pickle.UnpicklingError):
+    """A checkpoint contains an object that Tridock never writes."""
+
+
+@contextmanager
+def only_weights(mmap: bool = False) -> Iterator[None]:
+    """Makes torch.load accept only tensors, plain values and torch's safe globals, whoever calls it and asks for more:
+    DeepSpeed and torch's own distributed checkpoints do. A context manager.
+
+    With ``mmap`` it reads tensors when they are used. Raises :class:`ForeignObjectError` for torch's format of 2016, a
+    tar archive, in which torch before 2.6 unpickles anything (CVE-2025-32434; the torch of NVIDIA's 24.12 does too).
+    """
+    load = torch.load
+
+    def strict(file: Any, *given: Any, **named: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and Path(file).is_file() and tarfile.is_tarfile(file):
+            raise ForeignObjectError(f"{os.fspath(file)} is a tar archive, which can hold any object")
+        return load(file, *given, **{**named, "weights_only": True, **({"mmap": True} if mmap else {})})
+
+    with replaced(torch, "load", strict):
+        yield
+
+
 @contextmanager
 def safe_torch_load(more: Sequence[Any] = (), mmap: bool = False) -> Iterator[None]:
-    """Makes torch.load accept only tensors, plain values, four classes of DeepSpeed, and ``more``. A context manager.
-
-    DeepSpeed itself calls it with ``weights_only=False``. With ``mmap`` it reads tensors when they are used.
-    """
+    """:func:`only_weights`, with four classes of DeepSpeed and ``more``."""
     # Without it, DeepSpeed prints on standard output which one it has found.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -36,13 +57,8 @@ def safe_torch_load(more: Sequence[Any] = (), mmap: bool = False) -> Iterator[No
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    load = torch.load
-
-    def strict(*given: Any, **named: Any) -> Any:
-        return load(*given, **{**named, "weights_only": True, **({"mmap": True} if mmap else {})})
-
     known = [DynamicLossScaler, StaticLossScaler, ZeroStageEnum, fragment_address, (_member, "builtins.getattr")]
-    with torch.serialization.safe_globals([_named(it) for it in (*known, *more)]), replaced(torch, "load", strict):
+    with torch.serialization.safe_globals([_named(it) for it in (*known, *more)]), only_weights(mmap):
         yield
 
 
@@ -129,7 +145,7 @@ _DISTRIBUTED: Final = "torch.distributed.checkpoint."
 _METADATA: Final = {
     f"{_DISTRIBUTED}metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata"),
     ),
     f"{_DISTRIBUTED}planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
     f"{_DISTRIBUTED}filesystem": ("_StorageInfo",),
@@ -137,10 +153,6 @@ _METADATA: Final = {
     "torch": ("Size",),
     "pathlib": ("Path", "PosixPath"),
 }
-
-
-class ForeignObjectError(pickle.UnpicklingError):
-    """A checkpoint's ``.metadata`` contains an object that Tridock never writes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -156,14 +168,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 @contextmanager
-def safe_metadata_load() -> Iterator[None]:
-    """Makes torch refuse foreign classes in the ``.metadata`` of a distributed checkpoint. A context manager.
+def safe_distributed_load() -> Iterator[None]:
+    """Makes torch refuse foreign classes in a distributed checkpoint: in its ``.metadata``, and in the values that are
+    no tensors, which torch loads with ``weights_only=False``. A context manager.
 
-    Raises :class:`ForeignObjectError`; torch wraps it and keeps only its text.
+    Raises :class:`ForeignObjectError`, and :class:`RequestError` for another torch's ``.metadata``; torch wraps errors
+    and keeps only their text.
     """
     from torch.distributed.checkpoint import CheckpointException, filesystem
 
-    refused: list[ForeignObjectError] = []
+    refused: list[Exception] = []
 
     def load(stream: IO[bytes]) -> Any:
         try:
@@ -171,9 +185,13 @@ def safe_metadata_load() -> Iterator[None]:
         except ForeignObjectError as error:
             refused.append(error)
             raise
+        except (AttributeError, TypeError, ValueError) as error:
+            what, todo = f"is not what torch {torch.__version__} reads", "use the torch that wrote it, or a newer one"
+            refused.append(RequestError(Problem("the checkpoint's .metadata", what, str(error), todo)))
+            raise refused[-1] from None
 
     try:
-        with replaced(filesystem, "pickle", SimpleNamespace(load=load)):
+        with replaced(filesystem, "pickle", SimpleNamespace(load=load)), only_weights():
             yield
     except CheckpointException as error:
         if refused:

@@ -33,11 +33,26 @@ def saves_in_background(train: Train) -> bool:
     return train.save and train.async_save and 0 < train.save_interval < train.train_iters
 
 
-class Saver:
-    """Saves checkpoints and records their events; at most one is being written."""
+def needs_group(train: Train) -> bool:
+    """Whether checkpoints are written in the background, or copied to other nodes: over a Gloo group of their own."""
+    return saves_in_background(train) or (train.save and train.checkpoint_copies > 1)
 
-    def __init__(self, ranks: Ranks, run_folder: Path, phases: Phases, in_background: bool) -> None:
-        self._ranks, self._run_folder, self._phases = ranks, run_folder, phases
+
+class Saver:
+    """Saves checkpoints and records their events; at most one is being written.
+
+    ``copy`` makes the second copy of a saved one; it returns whether there is one, and may raise :class:`AgreedError`.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        run_folder: Path,
+        phases: Phases,
+        in_background: bool,
+        copy: Callable[[Path], bool] | None = None,
+    ) -> None:
+        self._ranks, self._run_folder, self._phases, self._copy = ranks, run_folder, phases, copy
         self._thread = ThreadPoolExecutor(1, "checkpoint", self._choose_device) if in_background else None
         self._pending: tuple[int, Future[AgreedError | None]] | None = None
 
@@ -59,13 +74,13 @@ class Saver:
         A write error ends the run only if this ``is_last``.
         """
         started = time.monotonic()
-        heartbeat.beat(heartbeat.SAVE)
         with self._phases.inside(CHECKPOINT):
+            heartbeat.beat(heartbeat.SAVE)
             self._wait_for_previous(iteration)
             failed = self._save(start, iteration, is_last, started)
-        if failed is not None and is_last:
-            raise failed
-        heartbeat.beat(heartbeat.TRAIN)
+            if failed is not None and is_last:
+                raise failed
+            heartbeat.beat(heartbeat.TRAIN)
         return time.monotonic() - started
 
     def _save(self, start: Start, iteration: int, is_last: bool, started: float) -> AgreedError | None:
@@ -92,7 +107,21 @@ class Saver:
         fields = {"seconds": round(seconds, 3), "pause_seconds": round(pause, 3)}
         self._event(Event.CHECKPOINT_SAVED, iteration=iteration, folder=str(folder), **fields)
         self._say(f"checkpoint saved: {folder}")
+        if self._copy is not None:
+            self._make_copy(self._copy, folder, iteration)
         return None
+
+    def _make_copy(self, copy: Callable[[Path], bool], folder: Path, iteration: int) -> None:
+        """Makes the second copy. Without it the checkpoint is still complete: a failure is a warning."""
+        started = time.monotonic()
+        try:
+            made = copy(folder)
+        except AgreedError as failed:
+            self._event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed), copy=True)
+            self._say(f"warning: iteration {iteration} has no second copy, and the run continues:\n{failed}")
+            return
+        if made:
+            self._event(Event.CHECKPOINT_COPIED, iteration=iteration, seconds=round(time.monotonic() - started, 3))
 
     def _report_failure(self, iteration: int, failed: AgreedError, is_last: bool) -> AgreedError:
         self._event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))

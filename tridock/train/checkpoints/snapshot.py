@@ -20,8 +20,7 @@ Write = Callable[[], None]
 
 
 def tensor_on_host(tensor: Tensor) -> Tensor:
-    """Returns a copy in the host's memory. From a GPU it is pinned and asynchronous: call :func:`wait_for_copies`
-    before using it."""
+    """Returns a copy in the host's memory, from a GPU pinned and asynchronous: call :func:`wait_for_copies` first."""
     source = tensor.detach()
     host = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
     return host.copy_(source, non_blocking=True)

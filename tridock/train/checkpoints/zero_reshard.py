@@ -108,8 +108,7 @@ def _vectors(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _stage_3(optimizer: Any, states: Sequence[State]) -> State:
-    """Returns this rank's ZeRO-3 state. Joins the parts of long groups first: DeepSpeed splits those depending on the
-    number of ranks."""
+    """Returns this rank's ZeRO-3 state. Joins the parts of long groups first, which DeepSpeed splits by the ranks."""
     groups = [[int(parameter.ds_numel) for parameter in group] for group in optimizer.fp16_groups]
     sizes = [size for group in groups for size in group]
     rank, ranks = dist.get_rank(), dist.get_world_size()

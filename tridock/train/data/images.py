@@ -12,11 +12,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tridock.data.dataset.split import SPLITS
-from tridock.errors import Problem, RequestError
-from tridock.experiment.inputs import IMAGE_SUFFIXES
+from tridock.contracts.data_index import SPLITS, split_bounds
+from tridock.contracts.images import SUFFIXES, ImageArrays, not_an_array
+from tridock.errors import RequestError, reason_of
+from tridock.experiment.inputs import image_problems
 from tridock.experiment.schema import Experiment
-from tridock.train.data.dataset import mixed_seed, shuffled, split_bounds
+from tridock.train.data.dataset import mixed_seed, shuffled
 
 _ORDER: Final = 0x696D616765
 """Seeds the order in which images are assigned to the splits, because files are often sorted by label."""
@@ -68,49 +69,24 @@ def load_images(experiment: Experiment, workspace: Path) -> dict[str, ImageSampl
     """Returns the samples of train, valid and test.
 
     Raises :class:`RequestError` if the arrays are missing or do not fit the model."""
-    model = experiment.model
-    paths = [Path(f"{workspace / experiment.data.data_path}{suffix}") for suffix in IMAGE_SUFFIXES]
+    paths = [Path(f"{workspace / experiment.data.prefix}{suffix}") for suffix in SUFFIXES]
     images, labels = (_mapped(path) for path in paths)
-    problems = []
-    shape = (3, model.img_h, model.img_w)
-    if images.dtype != np.uint8 or images.shape[1:] != shape:
-        what, todo = f"must be uint8 of [N, {', '.join(map(str, shape))}]", "set model.img_h and model.img_w"
-        problems.append(
-            Problem(str(paths[0]), what, f"{images.dtype} of {list(images.shape)}", f"{todo}, or correct it")
-        )
-    if labels.dtype != np.int64 or labels.shape != images.shape[:1]:
-        what, got = f"must be int64 of [{len(images)}]", f"{labels.dtype} of {list(labels.shape)}"
-        problems.append(Problem(str(paths[1]), what, got, "create it again, with one label per image"))
-    elif len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < (model.num_classes or 0):
-        what, got = f"has labels outside 0 to {(model.num_classes or 0) - 1}", f"{labels.min()} to {labels.max()}"
-        problems.append(Problem(str(paths[1]), what, got, "raise model.num_classes"))
-    if problems:
-        raise RequestError(problems)
+    found = (int(labels.min()), int(labels.max())) if labels.size and labels.dtype == np.int64 else None
+    arrays = ImageArrays((images.dtype.str, images.shape), (labels.dtype.str, labels.shape), found)
+    prefix = str(workspace / experiment.data.prefix)
+    RequestError.raise_for(image_problems(experiment, prefix, arrays))
     bounds = split_bounds(len(labels), experiment.data.split)
-    splits = {
+    return {
         name: ImageSamples(
             name, images, labels, *bounds[number : number + 2], mixed_seed(experiment.train.seed, number), number == 0
         )
         for number, name in enumerate(SPLITS)
     }
-    needed = ["train"] + (["valid"] if experiment.train.eval_interval else [])
-    empty = [
-        Problem(
-            "data.split", f"leaves the {name} split no image", f"{len(labels)} images in all", "give it a larger share"
-        )
-        for name in needed
-        if not splits[name].per_epoch
-    ]
-    if empty:
-        raise RequestError(empty)
-    return splits
 
 
 def _mapped(path: Path) -> NDArray[Any]:
     try:
         found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        todo = "save it with numpy.save, or set data.data_path to what stands before the ending"
-        raise RequestError(Problem(str(path), "cannot be read as an array of numpy", got, todo)) from None
+        raise not_an_array(path, reason_of(error)) from None
     return found

@@ -8,12 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tridock.train.data.dataset import Samples
+from tridock.train.data.dataset import Numbered
 from tridock.train.data.images import ImageSamples
 from tridock.train.parallel.strategies import Batch
 
 Arrays = NDArray | tuple[NDArray, NDArray]
-Split = Samples | ImageSamples
+Split = Numbered | ImageSamples
 Read = Callable[[Split, int], Iterable[Arrays]]
 """Returns this rank's micro-batches of the global batch that starts at a sample number."""
 

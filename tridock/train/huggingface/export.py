@@ -15,12 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tridock.contracts.partials import partial_folder
 from tridock.contracts.pretrained import CONFIG, INDEX, SINGLE
+from tridock.contracts.tokenizers import MORE_TEMPLATES, TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
-from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
-from tridock.errors import Problem, RequestError, RunError, exit_code_of
-from tridock.experiment.families import config_of
-from tridock.experiment.weights import model_parameters
+from tridock.errors import Problem, RequestError, RunError, exit_code_of, reason_of
+from tridock.experiment.generation_config import GENERATION_CONFIG
+from tridock.experiment.parameters import model_parameters
+from tridock.experiment.transformers_config import config_of
 from tridock.progress import Bars, bars
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import exported
@@ -28,10 +30,6 @@ from tridock.train.huggingface.weights import exported
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FILE_BYTES: Final = 2 << 30
 """Maximum bytes of weights per file; a larger weight has its own file."""
-_TOKENIZER_FILES: Final = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model"),
-    *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
-)
 
 
 def main() -> int:
@@ -59,29 +57,26 @@ def export(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RequestError(Problem("-o", "exists", str(output), "name a new folder"))
     saved = Saved.open(run, iteration)
-    tokenizer = tokenizer or saved.tokenizer
+    tokenizer = saved.tokenizer_in(tokenizer)
     has_tokens = tokenizer is not None and (tokenizer / TOKENIZER).is_file()
-    end = HuggingFaceTokenizer(tokenizer).end_of_document if tokenizer is not None and has_tokens else None
-    config_of(saved.model, saved.tokens, "", end)  # before anything is written: whether there is such a model
-    partial = output.with_name(f".{output.name}.part")
-    shutil.rmtree(partial, ignore_errors=True)
+    opened = HuggingFaceTokenizer(tokenizer) if tokenizer is not None and has_tokens else None
+    special, generation = saved.special(opened, tokenizer)
+    config_of(saved.model, saved.tokens, "", special)  # before anything is written: whether there is such a model
     try:
-        partial.mkdir(parents=True)
-        with bars(quiet=quiet) as begin:
-            names, size, kind = _write_weights(saved, partial, dtype, begin)
-        _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end))
-        for file in partial.glob("*.safetensors"):
-            shutil.copymode(partial / CONFIG, file)  # the library writes files that only their owner may read
-        copied = _copy_tokenizer(tokenizer, partial)
-        if output.exists():
-            output.rmdir()
-        partial.rename(output)
+        with partial_folder(output) as partial:
+            with bars(quiet=quiet) as begin:
+                names, size, kind = _write_weights(saved, partial, dtype, begin)
+            _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, special))
+            _write(partial / GENERATION_CONFIG, generation)
+            for file in partial.glob("*.safetensors"):
+                shutil.copymode(partial / CONFIG, file)  # the library writes files that only their owner may read
+            copied = _copy_tokenizer(tokenizer, partial, opened)
+            if output.exists():
+                output.rmdir()
+            partial.rename(output)
     except (OSError, SafetensorError) as error:
-        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         todo = "free space there or fix its permissions, or name another folder"
-        raise RunError(Problem(str(output), "the weights could not be written", got, todo)) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise RunError(Problem(str(output), "the weights could not be written", reason_of(error), todo)) from None
     print(f"{saved.description}: {names} weights, {size / 1e6:,.1f} MB in {kind}, written to {output}")
     if not copied:
         print("no tokenizer was found: name its folder with --tokenizer")
@@ -117,13 +112,14 @@ def _write_weights(saved: Saved, folder: Path, dtype: str | None, begin: Bars) -
     return sum(map(len, files)), total, kind
 
 
-def _copy_tokenizer(source: Path | None, folder: Path) -> bool:
-    files = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()] if source is not None else []
+def _copy_tokenizer(source: Path | None, folder: Path, opened: HuggingFaceTokenizer | None) -> bool:
+    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()] if source is not None else []
     for file in files:
         shutil.copyfile(file, folder / file.name)
-    if (folder / TOKENIZER).is_file() and not (folder / "tokenizer_config.json").is_file():
-        ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-        _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **ends})
+    if source is not None and (source / MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / MORE_TEMPLATES, folder / MORE_TEMPLATES, copy_function=shutil.copyfile)
+    if opened is not None and not (folder / TOKENIZER_CONFIG).is_file():
+        _write(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **opened.special})
     return bool(files)
 
 

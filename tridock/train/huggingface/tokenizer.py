@@ -1,31 +1,25 @@
 """Finds the tokenizer of a run: that of its pretrained weights, or the one that made its data."""
 
-from contextlib import suppress
 from pathlib import Path
 
 from tridock.contracts.pretrained import HF
-from tridock.data.dataset.manifest import read_manifest
-from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
-from tridock.data.tokenize.tokenizer import TOKENIZER, BytePairTokenizer
-from tridock.errors import RequestError
+from tridock.contracts.tokenizers import TOKENIZER, sha256s_in
 from tridock.experiment import Experiment
 from tridock.experiment.inputs import tokenizer_folders
 
 
-def tokenizer_of(experiment: Experiment, workspace: Path) -> Path | None:
-    """Returns the folder of the tokenizer that made the data: that of the pretrained weights, or beside the data."""
+def tokenizer_of(
+    experiment: Experiment, workspace: Path, sha256: str | None, fetched: Path | None = None
+) -> Path | None:
+    """Returns the folder of the tokenizer that made the data: that of the pretrained weights, or beside the data.
+
+    ``sha256`` identifies the one beside the data. ``fetched``: where a fetched run has a copy, which is used if the
+    workspace has none.
+    """
     folders = [workspace / folder for folder in tokenizer_folders(experiment)]
+    if fetched is not None:
+        folders = [*filter(Path.exists, folders), fetched]
     if experiment.train.pretrained is not None and experiment.train.pretrained[0] == HF:
         return folders[0]
-    manifest = read_manifest(workspace / experiment.data.data_path)
     places = (place for place in folders if (place / TOKENIZER).is_file())
-    return next((place for place in places if manifest is not None and _made(place, manifest.tokenizer_sha256)), None)
-
-
-def _made(folder: Path, sha256: str) -> bool:
-    """Whether the tokenizer in a folder has this hash, taken from a data set's manifest."""
-    for kind in (BytePairTokenizer.load, HuggingFaceTokenizer):
-        with suppress(RequestError):
-            if kind(folder).sha256 == sha256:
-                return True
-    return False
+    return next((place for place in places if sha256 in sha256s_in(place)), None)

@@ -4,27 +4,59 @@ Engine torch and megatron-core both order a layer's queries, keys and values gro
 SwiGLU's two matrices as one, and each norm with the matrix that follows it.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tridock.contracts.pretrained import DOWNLOAD, read_config
+from tridock.contracts.pretrained import DOWNLOAD, StoredWeights
+from tridock.contracts.safetensors_files import transformers_folder
 from tridock.errors import Problem, RequestError
-from tridock.experiment.families import Family, family_of
+from tridock.experiment.families import family_of
+from tridock.experiment.inputs import weights_problems
 from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
-from tridock.experiment.transformers_weights import (
-    VOCABULARY,
-    StoredNames,
-    config_problems,
-    target_names,
-    weights_differences,
-)
-from tridock.train.huggingface.stored import Safetensors, Stored
+from tridock.experiment.transformers_weights import VOCABULARY, StoredNames, half_of, is_transposed, target_names
 from tridock.train.models.gpt import GPT, Shape
+
+
+class Stored(Protocol):
+    """Whole weights by transformers' names, read one by one."""
+
+    folder: Path
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class Safetensors:
+    """The files of ``save_pretrained``. Raises :class:`RequestError` if one is missing, damaged or not complete."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found, self._places = transformers_folder(folder)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        file = self._places[name].file
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise RequestError(Problem(str(file), "cannot be read", str(error), DOWNLOAD)) from None
+        return tensor
+
 
 Read = Callable[[str], Tensor]
 """Returns a whole weight by its name in engine torch's model."""
@@ -55,11 +87,7 @@ def exported(model: Model, tokens: int, read: Read) -> Iterator[tuple[str, Tenso
         if len(targets) < len(parts):
             parts = [torch.cat(parts)]
         for target, part in zip(targets, parts, strict=True):
-            yield target, (part.t() if _is_transposed(family, name, part) else part).contiguous()
-
-
-def _is_transposed(family: Family, name: str, tensor: Tensor) -> bool:
-    return family.transposes and tensor.dim() == 2 and "embedding" not in name
+            yield target, (part.t() if is_transposed(family, name, part.dim()) else part).contiguous()
 
 
 def _split_heads(model: Model, tensor: Tensor) -> list[Tensor]:
@@ -101,7 +129,7 @@ class Pretrained(Weights):
 
     def __init__(self, stored: Stored, model: Model) -> None:
         self.folder, self.model = stored.folder, model
-        self.family = family_of(model)
+        self.family = family_of(model, stored.names)
         self.names = names_of(model)
         self._stored = stored
         self._naming = StoredNames.of(stored.names, self.family, str(self.folder))
@@ -110,12 +138,8 @@ class Pretrained(Weights):
     def of(cls, folder: Path, experiment: Experiment, tokens: int) -> "Pretrained":
         """Opens a transformers folder. Raises :class:`RequestError` with every difference from the experiment's model,
         and with all that is missing in the folder."""
-        model = checked_model(folder, experiment, tokens)
         stored = Safetensors(folder)
-        given = model, tokens, stored.shapes, {}, str(folder), DOWNLOAD
-        if problems := list(weights_differences(*given, exactly=False)):
-            raise RequestError(problems)
-        return cls(stored, model)
+        return cls(stored, checked_model(experiment.model, stored.found, tokens))
 
     def stored_name(self, target: str) -> str:
         """Returns the stored name of a weight of transformers' model. Raises :class:`RequestError` if it is missing."""
@@ -128,8 +152,11 @@ class Pretrained(Weights):
         del self._stored
 
     def read(self, name: str) -> Tensor:
-        parts = [self._stored.read(self.stored_name(target)) for target in target_names(self.family, name)]
-        parts = [part.t().contiguous() if _is_transposed(self.family, name, part) else part for part in parts]
+        stored = map(self.stored_name, target_names(self.family, name))
+        parts = [finite(self._stored.read(one), one, self.folder) for one in stored]
+        parts = [part.t().contiguous() if is_transposed(self.family, name, part.dim()) else part for part in parts]
+        if (half := half_of(self.family, name)) is not None:
+            return parts[0].chunk(2)[half]
         if ".query_key_value." not in name:
             return parts[0]
         if len(parts) == 1:
@@ -138,11 +165,19 @@ class Pretrained(Weights):
         return _join_heads(self.model, parts)
 
 
-def checked_model(folder: Path, experiment: Experiment, tokens: int) -> Model:
+def finite(weight: Tensor, name: str, folder: Path) -> Tensor:
+    """Returns a weight of ``folder``. Raises :class:`RequestError` if an element is not finite."""
+    odd = next((it for it in map(float, weight.aminmax()) if not math.isfinite(it)), None)  # without a copy
+    if odd is not None:
+        todo = "download it again, or load weights from before the training diverged"
+        raise RequestError(Problem(f"{folder}: {name}", "has elements that are not finite", str(odd), todo))
+    return weight
+
+
+def checked_model(model: Model, stored: StoredWeights, tokens: int) -> Model:
     """Returns an experiment's model with ``tokens`` in its vocabulary.
 
-    Raises :class:`RequestError` with every difference from ``config.json``.
+    Raises :class:`RequestError` with every difference from what is stored.
     """
-    if problems := list(config_problems(experiment.model, read_config(folder), str(folder), tokens)):
-        raise RequestError(problems)
-    return experiment.model.model_copy(update={"vocab_size": tokens})
+    RequestError.raise_for(weights_problems(model, stored, tokens))
+    return model.model_copy(update={"vocab_size": tokens})

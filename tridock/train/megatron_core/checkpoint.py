@@ -7,6 +7,7 @@ megatron-core's write function instead.
 
 import queue
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,52 +16,90 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from tridock.train.checkpoints.adam_state import fresh_state
-from tridock.train.checkpoints.pickles import safe_metadata_load
+from tridock.train.checkpoints.pickles import safe_distributed_load
+from tridock.train.checkpoints.sharded import known_to_leaders, write_index
 from tridock.train.checkpoints.snapshot import Write, tensor_on_host, wait_for_copies
-from tridock.train.checkpoints.write_errors import defer_write_errors
+from tridock.train.checkpoints.write_errors import defer_write_errors, replaced
 
-FILES = (".metadata", "common.pt", "metadata.json")
+_COMMON: Final = "common.pt"
+FILES = (".metadata", _COMMON, "metadata.json")
 """The files of a checkpoint that every rank reads, besides the tensors that it needs."""
 _FORMAT: Final = ("torch_dist", 1)
 
 
 class _Planner(TorchDistSaveShardedStrategy):
-    """Plans what each rank writes, and leaves the writing to :func:`save`."""
+    """Plans what each rank writes, each tensor once on each file system, and leaves the writing to :func:`save`."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: tuple[Any, ...]) -> AsyncRequest:
+    def __init__(self, leaders: Sequence[int]) -> None:
+        super().__init__(*_FORMAT)
+        self._leaders = leaders
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, *newer: str) -> AsyncRequest:
+        # 0.19 has it among the tensors, and loads either; 0.16 has a file.
+        common = sharded_state_dict.pop("common_state", None)
+        if common is not None and dist.get_rank() == 0:
+            torch.save(common.data, Path(checkpoint_dir) / _COMMON)
+        if len(set(self._leaders)) > 1:
+            _choose_replicas(list(nested_values(sharded_state_dict)), self._leaders)
+        return super().async_save(sharded_state_dict, checkpoint_dir, *("mcore" for _ in newer))
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *_: str) -> AsyncRequest:
         _, metadata, _ = save_state_dict_ret
         return AsyncRequest(None, (writer, metadata), [])
 
 
-def save(state: dict[str, Any], folder: Path, background: dist.ProcessGroup | None) -> Write:
-    """Plans to write each tensor once, from one of the ranks that hold it; returns the function that writes.
+def _choose_replicas(parts: Sequence[Any], leaders: Sequence[int]) -> None:
+    """Makes megatron-core write each part from the first rank on each file system that holds it. A collective."""
+    held = {_place(part): part.replica_id for part in parts}
+    of_all: list[dict[Any, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_all, held)
+    rank = dist.get_rank()
+    sharing = [number for number, leader in enumerate(leaders) if leader == leaders[rank]]
+    for part in parts:
+        place = _place(part)
+        holders = [(of_all[number][place], number) for number in sharing if place in of_all[number]]
+        part.replica_id = 0 if min(holders) == (held[place], rank) else 1
+
+
+def _place(part: ShardedTensor | ShardedObject) -> tuple[Any, ...]:
+    return (part.key, part.global_offset, *((part.local_shape,) if isinstance(part, ShardedTensor) else ()))
+
+
+def save(state: dict[str, Any], folder: Path, leaders: Sequence[int], background: dist.ProcessGroup | None) -> Write:
+    """Plans to write each tensor once on each file system, from one of the ranks there that hold it; returns the
+    function that writes. ``leaders`` are the ranks that lead each rank's file system.
 
     With a group ``background``, that function writes a copy. Both are collectives, which all ranks complete: if this
     rank cannot write, its error is raised at the end; if another rank cannot, FILES are missing in the checkpoint.
     """
     filesystem_async._results_queue = queue.Queue()
     with defer_write_errors((torch, "save")):
-        request = dist_checkpointing.save(state, str(folder), _Planner(*_FORMAT), async_sharded_save=True)
+        request = dist_checkpointing.save(state, str(folder), _Planner(leaders), async_sharded_save=True)
     writer, metadata = request.async_fn_args
     buckets = [
         (path, name, (others, _on_host(tensors, background))) for path, name, (others, tensors) in writer.write_buckets
     ]
     wait_for_copies()
-    return partial(_write, writer, metadata, buckets, background)
+    return partial(_write, writer, metadata, buckets, leaders, background)
 
 
 def _on_host(tensors: list[tuple[Any, Tensor]], background: dist.ProcessGroup | None) -> list[tuple[Any, Tensor]]:
     return [(it, tensor if background is None and tensor.is_cpu else tensor_on_host(tensor)) for it, tensor in tensors]
 
 
-def _write(writer: Any, metadata: Any, buckets: Sequence[Any], group: dist.ProcessGroup | None) -> None:
+def _write(
+    writer: Any, metadata: Any, buckets: Sequence[Any], leaders: Sequence[int], group: dist.ProcessGroup | None
+) -> None:
     error: Exception | None = None
     written: list[Any] | None = []
     try:
@@ -70,11 +109,24 @@ def _write(writer: Any, metadata: Any, buckets: Sequence[Any], group: dist.Proce
         error, written = found, None
     of_all: list[list[Any] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(written, of_all, group=group)
+    known = None
+    if of_all is not None and None not in of_all:
+        with suppress(OSError):  # then it is missed in the checkpoint
+            known = metadata, of_all, (Path(writer.checkpoint_id) / _COMMON).read_bytes()
+    found = known_to_leaders(known, leaders, group)
     if error is not None:
         raise error
-    if of_all is not None and None not in of_all:
-        writer.finish(metadata, of_all)
-        save_config(CheckpointingConfig(*_FORMAT), writer.checkpoint_id)
+    if found is not None:
+        _finish(writer, *found, leaders)
+
+
+def _finish(writer: Any, metadata: Any, of_all: Sequence[list[Any]], common: bytes, leaders: Sequence[int]) -> None:
+    """Writes on this rank's file system what megatron-core writes on rank 0 alone."""
+    folder = Path(writer.checkpoint_id)
+    write_index(writer, metadata, of_all, leaders)
+    if dist.get_rank() != 0:
+        (folder / _COMMON).write_bytes(common)
+    save_config(CheckpointingConfig(*_FORMAT), str(folder))
 
 
 def _write_file(writer: Any, bucket: Any) -> list[Any]:
@@ -89,9 +141,35 @@ def _write_file(writer: Any, bucket: Any) -> list[Any]:
     return list(written)
 
 
+def shard_files(state: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    """Returns the names of the files from which :func:`load` reads this rank's part. A collective."""
+
+    def plan(wanted: Any, reader: Any, planner: Any, **_: Any) -> None:
+        planner.set_up_planner(wanted, metadata := reader.read_metadata())
+        raise _PlannedError(
+            {metadata.storage_data[it.storage_index].relative_path for it in planner.create_local_plan().items}
+        )
+
+    try:
+        # 0.16 calls one, 0.19 the other.
+        with replaced(strategy.checkpoint, "load_state_dict", plan), replaced(strategy.checkpoint, "load", plan):
+            load(state, folder)
+    except _PlannedError as planned:
+        return tuple(planned.files)
+    raise AssertionError("megatron-core has read without a plan")
+
+
+class _PlannedError(Exception):
+    """Ends a load before anything is read."""
+
+    def __init__(self, files: set[str]) -> None:
+        super().__init__(files)
+        self.files = files
+
+
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Loads this rank's part of a checkpoint of any layout into ``state``, and returns it. A collective."""
-    with safe_metadata_load():
+    with safe_distributed_load():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded
 

@@ -16,8 +16,7 @@ from tridock.train.data.dataset import mixed_seed
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """This rank's place. Ranks are numbered in the order tensor, context, data, pipeline, or tensor, context, pipeline,
-    data."""
+    """This rank's place. Ranks are numbered by tensor, context, data, pipeline; or the last two change places."""
 
     data_parallel_rank: int
     data_parallel_size: int

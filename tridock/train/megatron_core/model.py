@@ -24,16 +24,18 @@ from megatron.core.utils import divide
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tridock.contracts.prerequisites import compiler_problems
 from tridock.errors import Problem, RequestError
 from tridock.experiment.model import Model
 from tridock.experiment.schema import Experiment
-from tridock.train.compiler import compiler_problems
 from tridock.train.huggingface.weights import Weights
 from tridock.train.megatron_core import user_buffers
 from tridock.train.megatron_core.attention import FusedAttention
 from tridock.train.megatron_core.names import parts_of
 from tridock.train.models.cross_entropy import token_losses
 from tridock.train.models.layered import with_rows
+from tridock.train.models.rotary import frequencies
+from tridock.train.rank.process_group import local_ranks
 
 BLOCK: Final = 1 << 16
 """Elements drawn at a time; a longer row is drawn whole."""
@@ -61,7 +63,9 @@ class GPT(GPTModel):
         if padding < part:
             logits[..., padding:].fill_(-math.inf)
         # Logits are [sequence, batch, part of the vocabulary], labels and losses [batch, sequence].
-        losses = token_losses(logits.flatten(0, 1), labels.t().flatten(), group if group.size() > 1 else None, first)
+        among = group if group.size() > 1 else None
+        compiled = can_fuse(logits.device.type)
+        losses = token_losses(logits.flatten(0, 1), labels.t().flatten(), among, first, compiled=compiled)
         return losses.view(logits.shape[:2]).t().contiguous()
 
 
@@ -74,7 +78,7 @@ def build_chunks(
     """
     config = transformer_config(experiment, device)
     if config.transformer_impl == "transformer_engine":
-        config.tp_comm_overlap = user_buffers.begin(experiment, user_buffers.local_ranks())
+        config.tp_comm_overlap = user_buffers.begin(experiment, local_ranks())
     model, virtual = experiment.model, experiment.parallel.virtual_pipeline_model_parallel_size
     chunks: list[nn.Module] = []
     for number in range(virtual):
@@ -89,12 +93,11 @@ def build_chunks(
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             position_embedding_type=model.position_embedding_type,
             rotary_percent=model.rotary_percent,
-            rotary_base=model.rotary_base,
-            rope_scaling=model.use_rope_scaling,
-            rope_scaling_factor=model.rope_scaling_factor,
             vp_stage=stage,
             tokens=tokens,
         )
+        if model.rotary_size:
+            chunk.rotary_pos_emb.inv_freq = frequencies(model, device)
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 # 0.16.1 does it with expert parallelism only: otherwise ranks with the same experts and other tokens
@@ -131,6 +134,8 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         add_qkv_bias=model.add_qkv_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
+        no_rope_freq=[*map(int, model.unrotated_layers)] if model.no_rope_freq else None,
+        softmax_scale=_softmax_scale(model),
         # `initialize` does it, alike in every layout; Megatron only marks what it splits on this occasion.
         init_method=_untouched,
         output_layer_init_method=_untouched,
@@ -168,6 +173,12 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         fp8=model.fp8,
         fp8_recipe="tensorwise",  # delayed scaling has a state of each layer, which checkpoints would have to keep
     )
+
+
+def _softmax_scale(model: Model) -> float | None:
+    if model.rotary_factor == 1:
+        return model.attention_multiplier
+    return (model.attention_multiplier or 1 / math.sqrt(model.head_size)) * model.rotary_factor**2
 
 
 def _fuses_activation(model: Model) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from tridock.train.program import run_program
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 def engine(ranks: Ranks) -> Build:
     """Prepares this machine for megatron-core; returns the function that builds the parts of the training loop."""
     from tridock.compat import megatron_core
+    from tridock.train.rank.process_group import local_ranks
 
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
-    replaced = megatron_core.prepare(ranks.device.type, local_ranks)
+    replaced = megatron_core.prepare(ranks.device.type, local_ranks())
     if ranks.first:
         print("".join(f"compat: {line}\n" for line in replaced), end="", flush=True)
 

@@ -4,9 +4,8 @@ Each epoch is a data set of its own, shuffled by (seed, split, epoch), so sample
 of the run. Every rank builds the indices in memory: nothing is written beside the data, and no folder has to be shared.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,8 @@ from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
 from tridock.experiment.schema import Experiment
-from tridock.train.data.dataset import SPLITS, Samples, mixed_seed, split_bounds
+from tridock.train.data.dataset import Numbered, Samples, mixed_seed
+from tridock.train.data.splits import make_splits, read_sources
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,21 @@ class GPTSamples(Samples):
         return self.checked(np.append(record["tokens"].numpy(), record["labels"].numpy()[-1]))
 
 
-def gpt_splits(experiment: Experiment, workspace: Path, splits: Mapping[str, Samples]) -> dict[str, Samples]:
-    """Returns the same splits, already checked as for every engine, in megatron-core's order."""
-    indexed = IndexedDataset(str(workspace / experiment.data.data_path))
-    ends = split_bounds(len(indexed.document_indices) - 1, experiment.data.split)
-    bounds = [int(indexed.document_indices[end]) for end in ends]
-    made: dict[str, Samples] = {}
-    for number, name in enumerate(SPLITS):
-        sequences = np.arange(bounds[number], bounds[number + 1], dtype=np.int32)
-        base = splits[name]
-        made[name] = GPTSamples(
-            name, base.tokens, base.seq_length, base.vocab_size, base.seed, indexed=indexed, sequences=sequences
+def gpt_splits(experiment: Experiment, workspace: Path) -> dict[str, Numbered]:
+    """Returns the samples of train, valid and test in megatron-core's order. Raises as :func:`read_sources`."""
+    sources, vocab_size = read_sources(experiment, workspace)
+
+    @cache
+    def opened(prefix: str) -> Any:
+        return IndexedDataset(str(workspace / prefix))
+
+    def make(name: str, prefix: str, part: int, seed: int) -> Samples:
+        source, indexed = sources[prefix], opened(prefix)
+        first, last = (int(indexed.document_indices[source.bounds[it]]) for it in (part, part + 1))
+        tokens = source.dataset.tokens[slice(*source.tokens(part))]
+        sequences = np.arange(first, last, dtype=np.int32)
+        return GPTSamples(
+            name, tokens, experiment.model.seq_length, vocab_size, seed, indexed=indexed, sequences=sequences
         )
-    return made
+
+    return make_splits(experiment, make)

@@ -15,15 +15,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from tridock.engines import engine_of
+from tridock.engines import rules_of
+from tridock.engines.progress import Progress
+from tridock.experiment.parameters import model_parameters
 from tridock.experiment.schema import Experiment
-from tridock.experiment.weights import model_parameters
+from tridock.train.checkpoints.adam_state import keeping_settings
 from tridock.train.checkpoints.files import MEGATRON
-from tridock.train.checkpoints.progress import Progress
 from tridock.train.checkpoints.snapshot import Write
-from tridock.train.data.dataset import load_splits
 from tridock.train.huggingface.weights import Weights
-from tridock.train.megatron_core import checkpoint, gradient_norm, multi_tensor
+from tridock.train.megatron_core import checkpoint, multi_tensor
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import DTYPES, build_chunks
@@ -49,12 +49,13 @@ class MegatronCore:
         pretrained: Weights | None = None,
     ) -> None:
         self.experiment, self.layout, self.device = experiment, layout, ranks.device
+        self._loads = False
         multi_tensor.install()
         self.chunks = build_chunks(experiment, tokens, padded, ranks.device, pretrained)
         self.optimizer = get_megatron_optimizer(
             optimizer_config(experiment), self.chunks, use_gloo_process_groups=False
         )
-        gradient_norm.read_once(self.optimizer, ranks.device)
+        multi_tensor.read_norm_once(self.optimizer, ranks.device)
         for optimizer in self.optimizer.chained_optimizers:
             checkpoint.keep_padding(optimizer)
         for chunk in self.chunks:
@@ -146,21 +147,31 @@ class MegatronCore:
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
         return checkpoint.FILES
 
-    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:  # noqa: ARG002  one folder that all ranks share
+    def shard_files(self, folder: Path) -> tuple[str, ...]:
+        self._prepare_load()
+        return checkpoint.shard_files(self._state(is_loading=True), folder)
+
+    def save(self, folder: Path, leaders: Sequence[int], background: dist.ProcessGroup | None) -> Write:
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # otherwise the next forward pass gathers the new weights
-        return checkpoint.save(self._state(is_loading=False), folder, background)
+        return checkpoint.save(self._state(is_loading=False), folder, leaders, background)
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
-        for optimizer in self.optimizer.chained_optimizers:
-            checkpoint.before_load(optimizer)
+        self._prepare_load()
         state = checkpoint.load(self._state(is_loading=True), folder)
         for name, model in self._named():
             model.load_state_dict(state[name] | {key: _NO_STATE for key in model.state_dict() if _is_extra(key)})
-        self.optimizer.load_state_dict(state["optimizer"])
+        with keeping_settings(self.optimizer):
+            self.optimizer.load_state_dict(state["optimizer"])
         for optimizer in self.optimizer.chained_optimizers:
             checkpoint.after_load(optimizer)
+
+    def _prepare_load(self) -> None:
+        if not self._loads:
+            self._loads = True
+            for optimizer in self.optimizer.chained_optimizers:
+                checkpoint.before_load(optimizer)
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields the models inside the chunks, with Megatron-LM's names of them in a checkpoint."""
@@ -269,24 +280,23 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
     experiment = experiment.resolved(layout.data_parallel_size)
     with agree_on_errors(ranks):
         check_batch(experiment, layout.data_parallel_size)
-        splits = gpt_splits(experiment, workspace, load_splits(experiment, workspace))
+        splits = gpt_splits(experiment, workspace)
         tokens = splits["train"].vocab_size
         pretrained = pretrained_weights(experiment, workspace, tokens)
     # A checkpoint fits another tensor parallel size, whose padding is another: it goes by the one without.
     shape = Shape.of(experiment.model, tokens)
-    padded = engine_of(experiment).padded_vocab_size(shape.padded_vocab_size, experiment)
+    padded = rules_of(experiment).padded_vocab_size(shape.padded_vocab_size, experiment)
     strategy = MegatronCore(experiment, tokens, padded, layout, ranks, pretrained)
     if ranks.first and ranks.device.type == "cuda":
         print(f"note: layers of {strategy.chunks[0].config.transformer_impl}", flush=True)
     return Parts(
         splits=splits,
         strategy=strategy,
-        progress=Progress.of(experiment, ranks, tokens, shape.padded_vocab_size),
+        progress=Progress.of(experiment, ranks.world_size, tokens),
         parameters=model_parameters(experiment.model, padded),
         description=layout.description,
         replica=layout.data_parallel_rank,
         replicas=layout.data_parallel_size,
         reseed=lambda iteration: layout.reseed(experiment.train.seed, iteration),
         checkpoint_names=MEGATRON,
-        shared_checkpoints=True,
     )

@@ -1,9 +1,6 @@
 """TransformerEngine's user buffers, by which tensor parallel ranks exchange parts of a matrix beside its products."""
 
-from __future__ import annotations
-
 import inspect
-import os
 from typing import Any, Final
 
 import torch
@@ -86,8 +83,3 @@ def _make(experiment: Experiment) -> None:
         options["use_fp8"] = is_fp8
     shape, size = list(overlap.buffer_shape(experiment)), experiment.parallel.tensor_model_parallel_size
     base.initialize_ub(shape, size, **options)
-
-
-def local_ranks() -> int:
-    """Returns the ranks of this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())

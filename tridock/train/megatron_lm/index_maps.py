@@ -6,47 +6,20 @@ Builds the sample index maps that the run's ranks would build, with upstream's c
 
 import argparse
 import contextlib
-import glob
-import hashlib
 import itertools
 import os
-import runpy
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts.codec import encode
 from tridock.contracts.events import Cause
 from tridock.contracts.node_answers import IndexMaps
-from tridock.contracts.run_folder import write_atomic
+from tridock.contracts.partials import partial_folder
+from tridock.contracts.prerequisites import megatron_source
 from tridock.errors import Problem, RunError, TridockError
-
-MARK = "_indexmap.sha256"
-"""Suffix, after the data's prefix, of the file that identifies the data of the index maps beside it."""
-
-
-def remove_stale(prefix: Path, split: str) -> int:
-    """Removes maps of other data or another split; returns their number. Call it once per node, before building maps.
-
-    ``<data>_indexmap.sha256`` identifies the data of the maps. Maps in a read-only folder stay.
-    """
-    mark = prefix.with_name(f"{prefix.name}{MARK}")
-    with prefix.with_name(f"{prefix.name}.idx").open("rb") as index:
-        digest = hashlib.file_digest(index, "sha256")
-    digest.update(split.encode())
-    wanted = f"{digest.hexdigest()}\n"
-    if mark.is_file() and mark.read_text() == wanted:
-        return 0
-    maps = list(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_indexmap_*.npy"))
-    try:
-        for path in maps:
-            path.unlink(missing_ok=True)
-        write_atomic(mark, wanted.encode())
-    except OSError:
-        return 0
-    return len(maps)
-
+from tridock.train.megatron_lm.files import MARK, check_files, remove_stale
+from tridock.train.megatron_lm.upstream import prepare, run
 
 _PARTS: Final = ("doc_idx", "sample_idx", "shuffle_idx")
 
@@ -70,22 +43,21 @@ def main() -> int:
 
 def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
     """Builds the maps of a run with this ``argv``, beside its data; returns their names."""
-    from tridock.train.megatron_lm.pretrain_gpt2 import check_files, remove_stale_maps, source_folder
-
-    source = source_folder()
+    source = megatron_source()
     check_files(argv)
-    prefix = Path(dict(itertools.pairwise(argv))["--data-path"])
-    remove_stale_maps(argv)
+    given = dict(itertools.pairwise(argv))
+    prefix = Path(given["--data-path"])
+    remove_stale(prefix, given["--split"])
     try:
         # Upstream writes to the final names, so after an interruption the next run would use a truncated map.
-        with tempfile.TemporaryDirectory(prefix=f".{prefix.name}_indexmap.", dir=prefix.parent) as folder:
-            aside = Path(folder) / prefix.name
-            _link(prefix, Path(folder))
+        with partial_folder(prefix.with_name(f"{prefix.name}_indexmap")) as folder:
+            aside = folder / prefix.name
+            _link(prefix, folder)
             place = argv.index("--data-path") + 1
             files = _upstream([*argv[:place], str(aside), *argv[place + 1 :]], source, data_parallel_size)
-            made = [name for name in files if not (Path(folder) / name).is_symlink()]
+            made = [name for name in files if not (folder / name).is_symlink()]
             for name in made:
-                (Path(folder) / name).replace(prefix.parent / name)
+                (folder / name).replace(prefix.parent / name)
     except OSError as error:
         todo = "make the folder writable for the node's user, and free space on its disk"
         got, cause = f"{error.strerror} in {prefix.parent}", Cause.INDEX_MAPS_NOT_WRITABLE
@@ -95,8 +67,7 @@ def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
 
 
 def _link(prefix: Path, folder: Path) -> None:
-    """Links the data and the complete index maps. Upstream would rebuild all parts of an incomplete map, through the
-    links."""
+    """Links the data and the complete index maps. Upstream would rebuild an incomplete map through the links."""
     names = [f"{prefix.name}.bin", f"{prefix.name}.idx"]
     for first in prefix.parent.glob(f"*_{_PARTS[0]}.npy"):
         parts = [f"{first.name.removesuffix(f'{_PARTS[0]}.npy')}{part}.npy" for part in _PARTS]
@@ -108,18 +79,11 @@ def _link(prefix: Path, folder: Path) -> None:
 
 def _upstream(argv: list[str], source: Path, data_parallel_size: int) -> list[str]:
     """Runs ``pretrain_gpt2.py`` until it has built its data sets; returns the names of the maps that they opened."""
-    from tridock import compat
-    from tridock.compat import megatron_v115
-    from tridock.train.parallel.strategies import import_deepspeed
     from tridock.train.rank import process_group
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    ranks = process_group.join()
-    import_deepspeed(ranks)
-    compat.install(ranks.device.type, 1)
-    sys.path.insert(0, str(source))
-    megatron_v115.adapt(ranks.device.type)
+    prepare(process_group.join(), source, quiet=True)
 
     from megatron import mpu, training
 
@@ -132,12 +96,8 @@ def _upstream(argv: list[str], source: Path, data_parallel_size: int) -> list[st
         training.build_train_valid_test_data_iterators(provider)
 
     training.pretrain = only_data
-    sys.argv = [str(source / "pretrain_gpt2.py"), *argv]
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as left:  # argparse, where megatron_args of the experiment are wrong
-        todo = "see megatron_args of the experiment"
-        raise RunError(Problem("index maps", "Megatron exited", f"exit code {left.code}", todo)) from None
+        run(source, argv, "index maps", "see megatron_args of the experiment")
     finally:
         process_group.leave()
     opened = (getattr(dataset, part) for dataset in datasets if dataset is not None for part in _PARTS)

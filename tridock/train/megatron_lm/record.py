@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -15,27 +14,20 @@ from typing import Any
 from tridock.contracts import heartbeat
 from tridock.contracts.checkpoints import LAYOUT
 from tridock.contracts.events import Cause, Event, append_event
-from tridock.contracts.run_folder import write_atomic
-from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
-from tridock.errors import Problem, RunError
+from tridock.contracts.records import read_object
+from tridock.contracts.tokenizers import TOKENIZER_SHA256, sha256_of_data
+from tridock.engines.megatron_lm.checkpoint_layout import TRAINING, CheckpointLayout, checkpoint_problems
+from tridock.errors import Problem, RequestError, RunError
+from tridock.experiment.parameters import model_parameters
 from tridock.experiment.schema import Experiment
-from tridock.experiment.weights import model_parameters
+from tridock.experiment.training import training_fields
+from tridock.train.checkpoints.adam_state import keeping_settings
 from tridock.train.checkpoints.saver import Saver, saves_in_background
 from tridock.train.megatron_lm.checkpoint import UpstreamCheckpoints
 from tridock.train.rank import signals
 from tridock.train.rank.metrics import Metrics
-from tridock.train.rank.phases import (
-    BACKWARD,
-    DATA,
-    EVALUATION,
-    FORWARD,
-    OPTIMIZER,
-    SYNC,
-    WAIT,
-    Phases,
-    step_seconds,
-)
-from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks
+from tridock.train.rank.phases import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER, SYNC, WAIT, Phases, step_seconds
+from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks, agree_on_errors
 from tridock.train.rank.profiling import Profiling
 
 
@@ -58,7 +50,8 @@ class Recorder:
         self._loss: float | None = None
         self._saved, self._began_at = -1, 0
         self._logged_at, self._logged_iteration = time.monotonic(), 0
-        self.saver = Saver(ranks, run_folder, self.phases, saves_in_background(train))
+        copy = (lambda folder: self._checkpoints.checkpoints.copy(folder)) if train.checkpoint_copies > 1 else None
+        self.saver = Saver(ranks, run_folder, self.phases, saves_in_background(train), copy)
         self._upstream = training
         self._original = {name: getattr(training, name) for name in HOOKED}
         for name in HOOKED:
@@ -144,7 +137,8 @@ class Recorder:
 
     def _log(self, loss: float, scale: float | None) -> None:
         iteration, samples = self.iteration, self.experiment.batch.global_batch_size or 0
-        now, steps = time.monotonic(), max(1, iteration - self._logged_iteration)
+        now, phases = time.monotonic(), self.phases.read()  # of one moment: they add up to the step's time
+        steps = max(1, iteration - self._logged_iteration)
         step_time = (now - self._logged_at) / steps
         self._logged_at, self._logged_iteration = now, iteration
         norm = self._model.get_global_grad_norm() if hasattr(self._model, "get_global_grad_norm") else None
@@ -158,7 +152,7 @@ class Recorder:
                 "tokens_per_second": samples * self.experiment.model.seq_length / step_time,
                 "consumed_samples": samples * iteration,
                 "loss_scale": 1.0 if scale is None else float(scale),
-                "phases": step_seconds(self.phases.read(), steps),
+                "phases": step_seconds(phases, steps),
                 **self.memory.metrics(),
             }
         )
@@ -182,8 +176,7 @@ class Recorder:
     def evaluate_and_print_results(
         self, prefix: str, forward: Any, iterator: Any, model: Any, iteration: int, verbose: bool = False
     ) -> None:
-        """Writes a line to metrics.jsonl for each evaluation. After the last iteration it evaluates once, after the
-        loop."""
+        """Writes a line to metrics.jsonl for each evaluation, and once after the loop."""
         if iteration == self.experiment.train.train_iters and prefix.startswith("iteration"):
             return
         started = time.monotonic()
@@ -209,27 +202,30 @@ class Recorder:
             self.saver.set_aside(self._checkpoints.checkpoints, self._began_at, self._checkpoints.loaded)
 
         def start(in_background: bool) -> Callable[[], Path]:
-            write = self._checkpoints.start(self._original["save_checkpoint"], in_background, iteration, *given)
-
-            def write_and_note() -> Path:
-                folder = write()
-                self._note_layout(folder.parent)
-                return folder
-
-            return write_and_note
+            save = self._original["save_checkpoint"]
+            return self._checkpoints.start(save, self._layout(), in_background, iteration, *given)
 
         is_last = iteration == self.experiment.train.train_iters or self._leaves
         self._logged_at += self.saver.save(start, iteration, is_last)  # not training time
         self._saved = iteration
 
-    def _note_layout(self, folder: Path) -> None:
-        """Records the layout of the checkpoint for the next launch, once per node, because nodes may not share the
-        folder."""
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            args = self._upstream.get_args()
-            replicas = args.world_size // (args.model_parallel_size * max(1, args.pipe_parallel_size))
-            layout = CheckpointLayout.of(self.experiment, replicas).to_json()
-            write_atomic(folder / LAYOUT, (json.dumps(layout, indent=2) + "\n").encode())
+    @property
+    def _replicas(self) -> int:
+        args = self._upstream.get_args()
+        return int(args.world_size // (args.model_parallel_size * max(1, args.pipe_parallel_size)))
+
+    def _layout(self) -> bytes:
+        """Returns what a checkpoint says of itself to the next launch."""
+        layout = CheckpointLayout.of(self.experiment, self._replicas).to_json()
+        layout[TRAINING] = training_fields(self.experiment)
+        layout[TOKENIZER_SHA256] = sha256_of_data(self.run_folder.parent.parent / self.experiment.data.prefix)
+        return (json.dumps(layout, indent=2) + "\n").encode()
+
+    def _check(self, folder: Path) -> None:
+        """Raises :class:`AgreedError` if a checkpoint is of another layout or training. A collective."""
+        with agree_on_errors(self._ranks):
+            written = read_object(folder / LAYOUT)
+            RequestError.raise_for(checkpoint_problems(self.experiment, self._replicas, written))
 
     def load_checkpoint(self, *given: Any, **named: Any) -> int:
         """Loads the checkpoint, and records and returns the iteration from which the run continues."""
@@ -237,14 +233,10 @@ class Recorder:
             self._say(f"{self._upstream.get_args().load} holds no checkpoint yet: training begins from scratch")
             return 0
         load = self._original["load_checkpoint"]
-        iteration = self._began_at = self._checkpoints.load(load, self._pass_over, *given, **named)
+        with keeping_settings(given[1]):
+            iteration = self._began_at = self._checkpoints.load(load, self._check, *given, **named)
         self.event(Event.CHECKPOINT_LOADED, folder=str(self._upstream.get_args().load), iteration=iteration)
         return iteration
-
-    def _pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
-        reasons = [str(problem) for problem in problems]
-        self.event(Event.CHECKPOINT_REJECTED, folder=str(folder), reasons=reasons)
-        self._say("\n".join([f"warning: {folder} is passed over:", *reasons]))
 
     @cached_property
     def _checkpoints(self) -> UpstreamCheckpoints:

@@ -8,7 +8,7 @@ from typing import Final, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -60,10 +60,19 @@ def make_norm(model: Model, size: int) -> nn.Module:
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """RMSNorm of each head. All tensor parallel ranks have its weights, and each the gradients of its own heads."""
+    """RMSNorm of each head. All tensor parallel ranks have its weights, and each the gradients of its own heads.
+
+    Of all heads together, a rank has its own heads' weights, and the ranks sum the squares: one all-reduce of a number
+    a token, [batch, sequence, 1], and one of its gradient.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, _for_own_heads(self.weight, x), self.eps)
+        weight = self.weight
+        if not isinstance(weight, DTensor) or weight.placements[0].is_replicate():
+            return F.rms_norm(x, self.normalized_shape, _for_own_heads(weight, x), self.eps)
+        heads = DTensor.from_local(x.float(), weight.device_mesh, [Shard(2)], run_check=False)
+        squares = heads.square().sum(-1, keepdim=True).redistribute(placements=[Replicate()])
+        return (heads * (squares / weight.numel() + self.eps).rsqrt() * weight).to_local().to(x.dtype)
 
 
 class HeadLayerNorm(nn.LayerNorm):
@@ -93,15 +102,15 @@ class Attention(nn.Module):
             raise RequestError(Problem("model.num_attention_heads", what, str(model.num_attention_heads), todo))
         self.head_size = model.head_size
         self.queries = model.num_attention_heads // model.query_groups  # of a group
-        self.dropout = model.attention_dropout
+        self.dropout, self.scale = model.attention_dropout, model.attention_multiplier
         self.tensor_parallel_rank: int | None = None
         inputs = model.attention_size + 2 * model.key_size
         self.query_key_value = nn.Linear(model.hidden_size, inputs, bias=model.has_qkv_bias)
         if model.qk_layernorm:
             kind = HeadLayerNorm if model.normalization == "LayerNorm" else HeadRMSNorm
-            self.query_norm, self.key_norm = (kind(self.head_size, eps=model.norm_epsilon) for _ in range(2))
-        self.has_norms = model.qk_layernorm
-        self.dense = nn.Linear(model.attention_size, model.hidden_size, bias=model.add_bias_linear)
+            self.query_norm, self.key_norm = (kind(it, eps=model.norm_epsilon) for it in model.query_and_key_norms)
+        self.has_norms, self.joins_heads = model.qk_layernorm, model.qk_layernorm_all_heads
+        self.dense = nn.Linear(model.attention_size, model.hidden_size, bias=model.has_attention_bias)
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         batch, sequence, _ = x.shape
@@ -109,7 +118,7 @@ class Attention(nn.Module):
         groups = self.query_key_value(x).view(batch, sequence, -1, self.queries + 2, self.head_size)
         query, key, value = (part.flatten(2, 3) for part in groups.split((self.queries, 1, 1), 3))
         if self.has_norms:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
         if rotation is not None:
             query, key = rotated(query, rotation), rotated(key, rotation)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -120,9 +129,12 @@ class Attention(nn.Module):
             mixed = self._attend(query, key, value, dropout)
         return self.dense(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
+    def _normed(self, norm: nn.Module, heads: Tensor) -> Tensor:
+        return norm(heads.flatten(2)).view_as(heads) if self.joins_heads else norm(heads)  # type: ignore[no-any-return]
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=self.queries > 1
+            query, key, value, dropout_p=dropout, is_causal=True, scale=self.scale, enable_gqa=self.queries > 1
         )
 
     @torch.compiler.disable  # random states are no part of a graph
@@ -154,7 +166,8 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer: attention, and an MLP or a mixture of experts, each on a residual branch."""
+    """One transformer layer: attention, and an MLP or a mixture of experts, each on a residual branch that begins or
+    ends with a norm."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -173,6 +186,7 @@ class Layer(nn.Module):
             shared = model.moe_shared_expert_intermediate_size
             self.shared_expert = None if shared is None else Expert(model, shared)
             self.shared_expert_gate = nn.Linear(width, 1, bias=False) if model.moe_shared_expert_gate else None
+        self.has_post_norm, self.branch_factor = model.use_post_norm, model.residual_multiplier
         self.active_experts = model.active_experts
         self.has_experts = model.num_moe_experts is not None
         self.softmax_first = model.moe_router_pre_softmax
@@ -180,9 +194,17 @@ class Layer(nn.Module):
         self.gelu = _gelu(model)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.input_norm(x), rotation))
-        inside = self.mlp_norm(x)
-        return x + self.dropout(self._mixture(inside) if self.has_experts else self.dense_4h_to_h(self._wide(inside)))
+        if self.has_post_norm:
+            x = self._added(x, self.input_norm(self.attention(x, rotation)))
+            return self._added(x, self.mlp_norm(self._mlp(x)))
+        x = self._added(x, self.attention(self.input_norm(x), rotation))
+        return self._added(x, self._mlp(self.mlp_norm(x)))
+
+    def _added(self, x: Tensor, branch: Tensor) -> Tensor:
+        return torch.add(x, self.dropout(branch), alpha=self.branch_factor)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self._mixture(x) if self.has_experts else self.dense_4h_to_h(self._wide(x))  # type: ignore[no-any-return]
 
     def _mixture(self, x: Tensor) -> Tensor:
         """Returns the sum of each token's selected experts, weighted by the softmax of their scores (or of all), and of
@@ -211,13 +233,13 @@ class Layer(nn.Module):
 class GPT(LayeredModel):
     """``model(tokens, labels)``, both int64 [batch, sequence], returns the mean cross-entropy in nats, an fp32 scalar.
     The output layer is the token embedding, unless the model unties them. As in Megatron, the softmax includes the
-    padding rows of the vocabulary. ``keep`` makes the model a pipeline stage.
-    """
+    padding rows of the vocabulary. ``keep`` makes the model a pipeline stage."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.is_first = self.is_last = True
+        self.compiles_loss = False
         model = shape.model
         self.token_embedding = nn.Embedding(shape.padded_vocab_size, model.hidden_size)
         self.has_positions = model.position_embedding_type == "learned_absolute"
@@ -262,7 +284,8 @@ class GPT(LayeredModel):
         return True
 
     def compile_layers(self) -> None:
-        """Compiles each layer when it first runs; all layers share the compiled code."""
+        """Compiles each layer, and the loss, when it first runs; all layers share the compiled code."""
+        self.compiles_loss = True
         for layer in self.layers.values():
             layer.compile()
 
@@ -274,20 +297,26 @@ class GPT(LayeredModel):
         model, length = self.shape.model, x.shape[1]
         if self.is_first:
             x = self.token_embedding(x)
+            if model.embedding_multiplier != 1:
+                x = x * model.embedding_multiplier
             if self.has_positions:
                 x = x + self.position_embedding(torch.arange(length, device=x.device))
             x = self.dropout(x)
         by = None if self.has_positions else rotation(model, length, x.device)
+        is_plain = model.unrotated_layers
         recompute = model.checkpoint_activations and self.training
-        for layer in self.layers.values():
-            x = checkpoint(layer, x, by, use_reentrant=False) if recompute else layer(x, by)
+        for number, layer in self.layers.items():
+            given = (x, None if is_plain[int(number)] else by)
+            x = checkpoint(layer, *given, use_reentrant=False) if recompute else layer(*given)
         if not self.is_last:
             return x
         logits = self.output(self.final_norm(x))
-        return logits if labels is None else cross_entropy(logits, labels)
+        return logits if labels is None else cross_entropy(logits, labels, compiled=self.compiles_loss)
 
     def output(self, x: Tensor) -> Tensor:
         """Returns the logits [batch, sequence, vocabulary]."""
+        if (divisor := self.shape.model.logits_scaling) != 1:
+            x = x / divisor
         weight = (self.token_embedding if self.is_tied else self.output_layer).weight
         if isinstance(weight, DTensor):
             x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)

@@ -75,8 +75,7 @@ class ResNet(LayeredModel):
         self.scale.copy_(torch.tensor([MEAN, DEVIATION], device="cpu").view(self.scale.shape) * 255)
 
     def initialize(self, name: str, module: nn.Module) -> bool:
-        """Initializes convolutions as He et al. (2015), and the last normalization of a branch to 0 (Goyal et al.,
-        2017)."""
+        """Initializes convolutions (He et al., 2015), and a branch's last normalization to 0 (Goyal et al., 2017)."""
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, Norm) and name.endswith("expand_norm"):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tridock.experiment.schema import Experiment
@@ -21,11 +21,10 @@ from tridock.train.models.cross_entropy import cross_entropy
 from tridock.train.models.gpt import GPT
 from tridock.train.models.layered import LayeredModel, fill
 from tridock.train.models.resnet import average_statistics, statistics
-from tridock.train.parallel.loss_scale import LossScaler
 from tridock.train.parallel.mesh import SHARDS, STAGES, TENSOR, Mesh
 from tridock.train.parallel.pipeline import Pipeline, layers_of_stage, stages_of_rank
 from tridock.train.parallel.strategies import DTYPES, Batch, Step, at, inputs_and_labels
-from tridock.train.parallel.update import clip_and_step
+from tridock.train.parallel.update import LossScaler, clip_and_step
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks
 
@@ -56,8 +55,7 @@ class MeshStrategy:
         self.phases = Phases(ranks.device)
         self.pipeline: Pipeline | None = None
         if mesh.size(STAGES) > 1:
-            batch = experiment.batch
-            steps = batch.samples_per_step(mesh.replicas) // (batch.micro_batch_size * mesh.replicas)
+            steps = experiment.batch.accumulation_steps(mesh.replicas)
             parallel = experiment.parallel
             self.pipeline = Pipeline(
                 self.parts, parallel, mesh.stages, self.device, self._scaled_loss, steps, self.phases
@@ -102,7 +100,7 @@ class MeshStrategy:
         return self.scaler.scale.item()
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.scaler.scaled(cross_entropy(logits, labels))
+        return self.scaler.scaled(cross_entropy(logits, labels, compiled=self.experiment.train.compile))
 
     # ---- a step ----
 
@@ -157,8 +155,8 @@ class MeshStrategy:
 
     def _update(self, lr: float) -> Tensor:
         gradients = [(name, p.grad) for name, p in self.parameters if p.grad is not None]
-        mine, clip_grad = [_local(gradient) for _, gradient in gradients], self.experiment.optimizer.clip_grad
-        return clip_and_step(self.optimizer, mine, self._norm(gradients), self.scaler, clip_grad, lr)
+        clip_grad = self.experiment.optimizer.clip_grad
+        return clip_and_step(self.optimizer, self._norm(gradients), self.scaler, clip_grad, lr)
 
     def _norm(self, gradients: Sequence[tuple[str, Tensor]]) -> Tensor:
         """Returns the 2-norm of the whole gradient; each part counts once."""
@@ -188,7 +186,8 @@ class MeshStrategy:
         else:
             (model,) = self.parts
             pairs = map(inputs_and_labels, batches)
-            loss = torch.stack([cross_entropy(model(inputs), labels) for inputs, labels in pairs]).mean()
+            compiled = self.experiment.train.compile
+            loss = torch.stack([cross_entropy(model(it), labels, compiled=compiled) for it, labels in pairs]).mean()
         value = self._from_last_stage(loss)
         return value if self.pipeline is None else value / self.scaler.scale.float()
 
@@ -208,18 +207,22 @@ class MeshStrategy:
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
         return sharded.FILES
 
-    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:  # noqa: ARG002  each tensor is written once
+    def shard_files(self, folder: Path) -> tuple[str, ...]:
+        return sharded.files_of(self._state(), folder)
+
+    def save(self, folder: Path, leaders: Sequence[int], background: dist.ProcessGroup | None) -> Write:
         for part in self.parts:
             average_statistics(part)
-        own = self.mesh.coordinate(STAGES) == 0
-        named = [(name, parameter) for name, parameter in self.parameters if own or name != _TIED]
-        state = sharded.state_of(named, self._statistics(), self.optimizer, self.scaler)
+        state = self._state()
         if background is not None:
             state = state_on_host(state)
-        return partial(sharded.write, state, folder, background)
+        return partial(sharded.write, state, folder, leaders, background)
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
         sharded.load(self.parameters, self._statistics(), self.optimizer, self.scaler, folder)
+
+    def _state(self) -> dict[str, Tensor]:
+        return sharded.state_of(self.parameters, self._statistics(), self.optimizer, self.scaler)
 
     def _statistics(self) -> dict[str, Tensor]:
         """Returns the batch normalization statistics, by their names in the model."""
@@ -263,16 +266,15 @@ def split_layers(model: GPT, mesh: DeviceMesh) -> None:
         layer.attention.tensor_parallel_rank = mesh.get_local_rank()
         parallelize_module(layer, mesh, plan)
         if layer.attention.has_norms:
-            _replicate(layer.attention.query_norm, mesh)
-            _replicate(layer.attention.key_norm, mesh)
+            for norm in (layer.attention.query_norm, layer.attention.key_norm):
+                _distribute(norm, mesh, Shard(0) if layer.attention.joins_heads else Replicate())
     if hasattr(model, "token_embedding"):
         parallelize_module(model, mesh, {"token_embedding": RowwiseParallel(input_layouts=Replicate())})
     if hasattr(model, "output_layer"):
         parallelize_module(model, mesh, {"output_layer": ColwiseParallel()})
 
 
-def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes the weights of a module replicated DTensors, whose gradients FSDP2 sums over the ranks of ``mesh``."""
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Makes a module's weights DTensors; FSDP2 sums the gradients of replicated ones over the ranks of ``mesh``."""
     for name, weight in list(module.named_parameters()):
-        replicated = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
-        module.register_parameter(name, nn.Parameter(replicated))
+        module.register_parameter(name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [placement])))

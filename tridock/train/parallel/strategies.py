@@ -22,16 +22,15 @@ from tridock.contracts.run_folder import DEEPSPEED_CONFIG
 from tridock.engines.offload import Offload
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
-from tridock.train.checkpoints.pickles import safe_torch_load
+from tridock.train.checkpoints.adam_state import keeping_settings
+from tridock.train.checkpoints.pickles import only_weights, safe_torch_load
 from tridock.train.checkpoints.snapshot import Write, state_on_host, write_by_torch_save
-from tridock.train.checkpoints.zero_on_nvme import states_on_nvme
 from tridock.train.checkpoints.zero_reshard import resharded
 from tridock.train.models.gpt import parameter_groups
 from tridock.train.models.layered import LayeredModel, draw_weights, fill
 from tridock.train.models.resnet import average_statistics
-from tridock.train.parallel.loss_scale import LossScaler
-from tridock.train.parallel.nvme import config_of_rank
-from tridock.train.parallel.update import clip_and_step
+from tridock.train.parallel.nvme import config_of_rank, states_on_nvme
+from tridock.train.parallel.update import LossScaler, clip_and_step
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, Phases
 from tridock.train.rank.process_group import Ranks
 
@@ -85,8 +84,12 @@ class Strategy(Protocol):
     def files(self, rank: int, saved: int) -> tuple[str, ...]:
         """Returns the names of the files that a rank reads from a checkpoint written by ``saved`` ranks."""
 
-    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
-        """Returns the collective that writes this rank's part, and if ``writes_shared`` the files common to all ranks.
+    def shard_files(self, folder: Path) -> tuple[str, ...]:
+        """Returns the names of the shards that this rank reads, by the index that :meth:`files` names."""
+
+    def save(self, folder: Path, leaders: Sequence[int], background: dist.ProcessGroup | None) -> Write:
+        """Returns the collective that writes this rank's part. The rank that leads its file system, of ``leaders`` by
+        rank, also writes the files common to all ranks.
 
         With a process group ``background``, it may run on another thread while training continues: it writes a copy of
         the state, made here, and communicates in that group. A collective.
@@ -94,13 +97,6 @@ class Strategy(Protocol):
 
     def load(self, folder: Path, saved: int) -> None:
         """Loads the state that ``save`` wrote on ``saved`` ranks. A collective."""
-
-
-def is_sharded(experiment: Experiment) -> bool:
-    """Whether torch itself shards the model or its states."""
-    parallel = experiment.parallel
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    return parallel.strategy == "fsdp" or split
 
 
 def build_strategy(model: LayeredModel, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
@@ -141,6 +137,8 @@ class DistributedDataParallel:
         self.module = model.to_empty(device=ranks.device)
         fill([model], model)
         self.model = self.module if ranks.world_size == 1 else _ddp(self.module, ranks)
+        self._keeps_gradients = ranks.world_size > 1  # in DDP's buckets
+        self._knows_order = ranks.world_size == 1
         self.optimizer = _adamw(self.module, experiment)
         self.scaler = LossScaler(experiment.fp16, experiment.precision, ranks.device)
         self.phases = Phases(ranks.device)
@@ -161,9 +159,30 @@ class DistributedDataParallel:
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._forward(model, *inputs_and_labels(batch))
 
+    def _learn_order(self, batch: Batch) -> None:
+        """Runs a backward pass whose gradients nobody uses.
+
+        After its first one, DDP puts gradients into other buckets, in the order in which they come. A sum over ranks is
+        rounded otherwise in another place of a bucket: a resumed run's first step would differ from an uninterrupted
+        run's in the last bit.
+        """
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            with self.phases.inside(FORWARD):
+                loss = self._loss(self.model, batch)
+            with self.phases.inside(BACKWARD):
+                loss.backward()
+        self.optimizer.zero_grad()
+        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        self._knows_order = True
+
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
+        if not self._knows_order:
+            self._learn_order(batches[0])
+        if self._keeps_gradients and len(batches) > 1:
+            self.optimizer.zero_grad(set_to_none=False)  # they are views of DDP's buckets, where they accumulate
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             # Ranks exchange gradients once a step, during the last backward pass.
@@ -174,16 +193,18 @@ class DistributedDataParallel:
                     self.scaler.scaled(loss, len(batches)).backward()
             total += loss.detach()
         with self.phases.inside(OPTIMIZER):
-            return Step(total / len(batches), self._update(lr))
+            step = Step(total / len(batches), self._update(lr))
+            if not self._keeps_gradients or len(batches) == 1:
+                self.optimizer.zero_grad()  # the next backward pass writes them, instead of adding to zeros
+        return step
 
     def _no_sync(self) -> AbstractContextManager[None]:
-        alone = not isinstance(self.model, nn.parallel.DistributedDataParallel)
-        return nullcontext() if alone else self.model.no_sync()
+        return self.model.no_sync() if self._keeps_gradients else nullcontext()
 
     def _update(self, lr: float) -> Tensor:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         clip_grad = self.experiment.optimizer.clip_grad
-        return clip_and_step(self.optimizer, gradients, _norm(gradients), self.scaler, clip_grad, lr)
+        return clip_and_step(self.optimizer, _norm(gradients), self.scaler, clip_grad, lr)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -201,9 +222,12 @@ class DistributedDataParallel:
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
 
-    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
+    def shard_files(self, folder: Path) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
+        return ()
+
+    def save(self, folder: Path, leaders: Sequence[int], background: dist.ProcessGroup | None) -> Write:
         average_statistics(self.module)
-        if not writes_shared:
+        if dist.get_rank() not in leaders:
             return lambda: None
         state = {
             "model": self.module.state_dict(),
@@ -215,9 +239,11 @@ class DistributedDataParallel:
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  all ranks have the same
         # A GPU gets one tensor at a time: it has no room for a second copy of all states.
         on_gpu = self.device.type == "cuda"
-        state = torch.load(folder / "ddp.pt", map_location="cpu", mmap=on_gpu, weights_only=True)
+        with only_weights():
+            state = torch.load(folder / "ddp.pt", map_location="cpu", mmap=on_gpu, weights_only=True)
         self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        with keeping_settings(self.optimizer):
+            self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.restore(state["loss_scaler"])
 
 
@@ -316,9 +342,12 @@ class Zero:
         optimizer = zero_file(rank, "optim", prefix)
         return (model, optimizer) if self.stage > 0 else (model,)
 
-    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
+    def shard_files(self, folder: Path) -> tuple[str, ...]:  # noqa: ARG002  their names say what they hold
+        return ()
+
+    def save(self, folder: Path, leaders: Sequence[int], background: dist.ProcessGroup | None) -> Write:
         # DeepSpeed lets only rank 0 write the common files; nodes that share no folder need a copy each.
-        self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
+        self.engine.save_non_zero_checkpoint = dist.get_rank() in leaders or self.stage == 3
         own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
         save = partial(
             self.engine.save_checkpoint, str(folder.parent), tag=folder.name, client_state=own, save_latest=False
@@ -334,7 +363,7 @@ class Zero:
         other = saved != self.world_size and self.stage > 0
         swapped = states_on_nvme(self.engine) if self.on_nvme else nullcontext()
         moved = resharded(self.engine, folder, self._files_of, saved) if other else nullcontext()
-        with safe_torch_load(mmap=self.on_nvme), swapped, moved:
+        with safe_torch_load(mmap=self.on_nvme), swapped, moved, keeping_settings(self.engine.optimizer):
             _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
@@ -378,11 +407,8 @@ def _set_lr(optimizer: Any, lr: float) -> None:
 def _read_deepspeed_config(run_folder: Path, world_size: int) -> dict[str, Any]:
     path = run_folder / DEEPSPEED_CONFIG
     todo = "start the run with `tridock launch` or `tridock train`, which write it"
-    try:
+    with RequestError.in_place_of((OSError, ValueError), path, "cannot be read; strategy zero needs it", todo):
         config: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RequestError(Problem(str(path), "cannot be read; strategy zero needs it", got, todo)) from None
     micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     if micro * steps * world_size != config["train_batch_size"]:
         ranks = config["train_batch_size"] // (micro * steps)

@@ -49,11 +49,13 @@ class Metrics:
             append_line(self._path, fields)
             self._scalars("train", fields)
 
-    def evaluation(self, iteration: int, split: str, loss: float) -> None:
-        """Writes an evaluation: ``iteration``, ``split`` and ``loss``."""
+    def evaluation(self, iteration: int, split: str, loss: float, losses: Mapping[str, float] | None = None) -> None:
+        """Writes an evaluation: ``iteration``, ``split``, ``loss``, and the ``losses`` of data that have names."""
         if self._active:
-            append_line(self._path, {"iteration": iteration, "split": split, "loss": loss})
-            self._scalars(split, {"iteration": iteration, "loss": loss})
+            named = {} if losses is None else {"losses": losses}
+            append_line(self._path, {"iteration": iteration, "split": split, "loss": loss, **named})
+            each = {f"losses/{name}": one for name, one in (losses or {}).items()}
+            self._scalars(split, {"iteration": iteration, "loss": loss, **each})
 
     def samples(self, iteration: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Writes samples of text to TensorBoard only; they are also in ``events.jsonl``."""

@@ -244,6 +244,11 @@ class PeakMemory:
         return {"memory_bytes": peak_memory_by_rank(self._ranks)} if is_power_of_two else {}
 
 
+def local_ranks() -> int:
+    """Returns the number of ranks on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
+
+
 def device_name(ranks: Ranks) -> str:
     """Returns the GPU's name, or ``cpu``."""
     return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"

@@ -23,12 +23,12 @@ PAIR = "the all-reduce of these two fails"
 
 
 def test_pdsh_starts_it_on_several_nodes_and_nobody_on_one() -> None:
-    argv = reduce_command({"host-1": (0, 1), "host-2": (0,)}, "10.0.0.1", 20001, 40)
+    argv = reduce_command({"host-1": (0, 1), "host-2": (0,)}, "192.0.2.1", 20001, 40)
     assert argv[:10] == ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-u", "42", "-w", "host-1,host-2")
     assert argv[10:15] == ("python", "-P", "-m", "tridock.train.allreduce", "--world")
     assert json.loads(base64.urlsafe_b64decode(argv[15])) == {"host-1": [0, 1], "host-2": [0]}
-    assert " ".join(argv[16:]) == "--node-rank %n --master-addr 10.0.0.1 --master-port 20001 --limit 40"
-    alone = reduce_command({"host-1": (0, 1)}, "10.0.0.1", 20001, 40)
+    assert " ".join(argv[16:]) == "--node-rank %n --master-addr 192.0.2.1 --master-port 20001 --limit 40"
+    alone = reduce_command({"host-1": (0, 1)}, "192.0.2.1", 20001, 40)
     assert (alone[0], alone[7]) == ("python", "0")
 
 

@@ -1,36 +1,12 @@
-"""An image of three small layers, and a stand-in for Docker."""
+"""A stand-in for Docker."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from tests.unit.ops.image.three_layers import CONFIG, LAYERS
-from tridock.ops.image.archive import ImageParts, digest_of
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "layers"
-    made.mkdir()
-    return made
-
-
-@pytest.fixture
-def parts(folder: Path) -> ImageParts:
-    """The image with all its layers in the folder."""
-    digests = []
-    for content in LAYERS:
-        packed = gzip.compress(content, mtime=0)
-        digests.append({"digest": digest_of(packed), "size": len(packed)})
-        (folder / digest_of(packed)).write_bytes(packed)
-    manifest = {"mediaType": "m", "config": {"digest": digest_of(CONFIG)}, "layers": digests}
-    return ImageParts(CONFIG, json.dumps(manifest).encode(), folder)
 
 
 @pytest.fixture

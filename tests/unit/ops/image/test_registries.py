@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tridock.cluster.settings import load_cluster
 from tridock.command import Command
-from tridock.ops.image.prune import _PRUNE
-from tridock.ops.image.registries import Base, base_of
+from tridock.errors import ClusterError
+from tridock.ops.hosts.hosts import Hosts
+from tridock.ops.image.ensure import _PRUNE
+from tridock.ops.image.registries import Base, base_of, pull_base, sizes_in_registry
 from tridock.remote import LocalHost
 
 IMAGES = {
@@ -90,3 +93,65 @@ esac"""
     assert notes.read_text().split() == ["named", "used", "y", "z", "current"]
     notes.unlink()
     assert LocalHost().run(command).checked("here").stdout == b""
+
+
+def pulled(docker: Callable[[str], None], folder: Path, policy: str, base: Base | None, there: str, pull: str) -> str:
+    """Lets hosts whose engines have images with these layers pull the base; returns the commands of their engines."""
+    (folder / "lab").write_text("gpu-1 slots=1\ngpu-2 slots=1\n")
+    (folder / "lab.yaml").write_text(f"image_base: {policy}\n")
+    docker(f"echo \"$*\" >>{folder}/asked; case $1 in image) [ $2 = ls ] || echo '{there}';; pull) {pull};; esac")
+    hosts = Hosts(load_cluster(folder / "lab"), {node: LocalHost(node) for node in ("gpu-1", "gpu-2")})
+    pull_base(hosts, base, ["a", "b", "c"], hosts.nodes)
+    asked = folder / "asked"
+    return asked.read_text() if asked.exists() else ""
+
+
+BASE = Base("nvcr.io/nvidia/pytorch@sha256:1", 2)
+FAILS = "echo no route to host >&2; exit 1"
+
+
+def test_hosts_that_lack_the_base_pull_it(
+    docker: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = pulled(docker, tmp_path, "auto", BASE, '["a", "x"]', FAILS)
+    assert asked.count(f"pull --quiet {BASE.reference}\n") == 2
+    assert capsys.readouterr().err == (
+        f"gpu-1, gpu-2: docker pull {BASE.reference}\n"
+        "gpu-1, gpu-2: gets the base image from here, it cannot pull it: no route to host\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "base", "there"),
+    [("auto", BASE, '["a", "b", "x"]'), ("send", BASE, ""), ("auto", None, "")],
+    ids=["there", "policy", "no base"],
+)
+def test_nobody_pulls(
+    docker: Callable[[str], None], tmp_path: Path, policy: str, base: Base | None, there: str
+) -> None:
+    assert "pull" not in pulled(docker, tmp_path, policy, base, there, FAILS)
+
+
+def test_where_the_base_must_be_pulled_it_is_never_sent(docker: Callable[[str], None], tmp_path: Path) -> None:
+    with pytest.raises(ClusterError) as caught:
+        pulled(docker, tmp_path, "pull", BASE, "", FAILS)
+    assert str(caught.value).splitlines() == [
+        f"{node}: cannot pull the base image; got no route to host; "
+        f"make docker pull {BASE.reference} work there, or set image_base: auto"
+        for node in ("gpu-1", "gpu-2")
+    ]
+    with pytest.raises(ClusterError) as caught:
+        pulled(docker, tmp_path, "pull", None, "", FAILS)
+    assert str(caught.value) == (
+        "image_base: pull: the local Docker engine has no base image from a registry; "
+        "docker pull the base image here and build again, or set image_base: auto"
+    )
+
+
+def test_the_sizes_of_all_platforms_are_known(docker: Callable[[str], None]) -> None:
+    docker("""case $5 in
+base@sha256:1) echo '{"manifests": [{"digest": "sha256:2"}, {"digest": "sha256:3"}]}' ;;
+base@sha256:2) echo '{"layers": [{"digest": "sha256:4", "size": 5}]}' ;;
+*) exit 1 ;;
+esac""")
+    assert sizes_in_registry("base@sha256:1") == {"sha256:4": 5}

@@ -15,14 +15,15 @@ from tridock.cli import main
 
 EXPERIMENT = {
     "name": "t",
-    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 16},
+    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 16, "vocab_size": 7},
     "batch": {"micro_batch_size": 1},
     "data": {"data_path": "data/t"},
     "precision": "fp32",
     "train": {"train_iters": 9},
 }
 PROFILE = "gpus_per_node: 2\ngpu_request: none\ntime: '10'\nsignal_lead: 60\n"
-SINFO = "debug*|0/2/0/2|(null)|1000|4|1:00:00|(null)"
+SINFO = "debug*|(null)|(null)|1:00:00|1-infinite"
+START = "sbatch: Job 17 to start at 2026-11-27T10:00:00 using 4 processors on nodes n[1-2] in partition debug"
 
 Answer = Callable[..., None]
 
@@ -46,6 +47,27 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
         (bin_ / command).chmod(0o755)
 
     return make
+
+
+def begin_job(workspace: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the run's folder of job 17, which this process is in, on its only node."""
+    # Of this process: what is left of a run is ended, also where another worker's test has it.
+    made = workspace / "runs" / f"{name}-20260102-030405-{os.getpid() & 0xFFFF:04x}"
+    made.mkdir(parents=True)
+    (made / "hostfile").write_text("n1 slots=1\n")
+    for variable, value in {"SLURM_JOB_ID": "17", "MASTER_PORT": "20017", "SLURMD_NODENAME": "n1"}.items():
+        monkeypatch.setenv(variable, value)
+    return made
+
+
+def events(folder: Path, name: str) -> list[dict[str, object]]:
+    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in event.items() if k not in ("time", "event")} for event in found if event["event"] == name]
+
+
+def requeued(tmp_path: Path) -> int:
+    asked = tmp_path / "asked"
+    return asked.read_text().splitlines().count("scontrol requeue 17") if asked.exists() else 0
 
 
 @pytest.fixture

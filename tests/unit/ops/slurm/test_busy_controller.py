@@ -48,6 +48,6 @@ def test_the_job_is_requeued_once_the_controller_answers(
     answers: list[tuple[int, str]], tmp_path: Path, after: list[tuple[int, str]], refused: int
 ) -> None:
     answers += [BUSY, RUNNING, *after]
-    supervise._queue_again(tmp_path, "n2 was lost")
+    supervise._queue_again(tmp_path, "n2 was lost", own=False)
     assert len(events_of(tmp_path, Event.JOB_REQUEUED)) == 1
     assert len(events_of(tmp_path, Event.JOB_NOT_REQUEUED)) == refused

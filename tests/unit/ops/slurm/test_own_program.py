@@ -10,23 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.ops.slurm.conftest import PROFILE, SINFO, Answer, Slurm
+from tests.unit.ops.slurm.conftest import PROFILE, SINFO, Answer, Slurm, begin_job, events, requeued
 from tridock.cli import main
 
-RUN = f"mine-20260102-030405-{os.getpid() & 0xFFFF:04x}"
 ON_NODE = ("bash", "-c", 'exec bash "${1//%n/0}"', "bash")
 SAVES = 'trap "echo saved; exit 3" USR1; touch $TRIDOCK_RUN_FOLDER/.signalled; while :; do sleep 0.05; done'
 
 
 @pytest.fixture
 def folder(tmp_path: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Path:
-    made = tmp_path / "work" / "runs" / RUN
-    made.mkdir(parents=True)
-    (made / "hostfile").write_text("n1 slots=1\n")
     answer("scontrol", "JobState=RUNNING")
-    for name, value in {"SLURM_JOB_ID": "17", "MASTER_PORT": "20017", "SLURMD_NODENAME": "n1"}.items():
-        monkeypatch.setenv(name, value)
-    return made
+    return begin_job(tmp_path / "work", "mine", monkeypatch)
 
 
 def run(folder: Path, *command: str, **fields: object) -> int:
@@ -34,15 +28,6 @@ def run(folder: Path, *command: str, **fields: object) -> int:
     config.write_text(json.dumps({"name": "mine", "engine": "command", "command": command, **fields}))
     script = str(folder / "launch-node-%n.sh")
     return main(["slurm", "supervise", "--config", str(config), str(folder), "--", *ON_NODE, script])
-
-
-def events(folder: Path, name: str) -> list[dict[str, object]]:
-    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in event.items() if k not in ("time", "event")} for event in found if event["event"] == name]
-
-
-def requeued(tmp_path: Path) -> int:
-    return (tmp_path / "asked").read_text().splitlines().count("scontrol requeue 17")
 
 
 def test_it_runs_in_a_copy_of_its_code_with_the_variables_of_its_ranks(folder: Path) -> None:
@@ -80,7 +65,7 @@ def test_a_code_that_means_something_else_here_is_a_failure(folder: Path, tmp_pa
     assert run(folder, "bash", "-c", "exit 85") == 4
     assert (folder / "exit_code").read_text() == "4\n"
     assert events(folder, "rank_died")[0]["reason"] == "exited with code 85"
-    assert not (tmp_path / "asked").exists() or requeued(tmp_path) == 0
+    assert requeued(tmp_path) == 0
 
 
 def test_a_program_whose_time_is_over_saves_and_is_queued_again(
@@ -174,7 +159,19 @@ def test_reproduce_submits_the_same_job_with_the_code_of_then_and_compares(
     ended = f"for run in {program}/runs/*-*; do echo 0 >$run/exit_code; echo '{line}' >$run/metrics.jsonl; done"
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.write_text(sbatch.read_text().replace("exit 0", f"{ended}\nexit 0"))
-    assert main(["reproduce", "--run", str(first)]) == 0, capsys.readouterr()
+    assert main(["reproduce", "--run", str(first)]) == 2
+    todo = "read the lines above, then give --yes; a host may have written this folder"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{first} would:",
+        "  run torchrun train.py",
+        "  set slurm.gpu_request: none",
+        '  set slurm.container.mounts: ["/scratch"]',
+        '  set slurm.srun: ["--mpi=none"]',
+        f"  send 1 file of {first}/code",
+        f"{first}: is not allowed to do that; {todo}",
+    ]
+    assert list((program / "runs").glob("mine-*")) == [first]
+    assert main(["reproduce", "--run", str(first), "--yes"]) == 0, capsys.readouterr()
     out = capsys.readouterr().out
     (second,) = (path for path in (program / "runs").glob("mine-*") if path != first)
     assert f"run {second.name}: repeats {first.name}; folder {second}\n" in out
@@ -193,9 +190,9 @@ def test_code_that_is_not_there_any_more_leaves_no_run(
     shutil.rmtree(program / "runs" / ".code")
     (folder / "code" / "train.py").unlink()
     (folder / "code" / "train.py").write_text("the program has changed it")
-    assert main(["reproduce", "--run", str(folder)]) == 2
-    todo = "undo what has changed there since it was read, then submit again"
-    assert capsys.readouterr().err.endswith(f"{folder}/code: did not arrive whole; got 1 file; {todo}\n")
+    assert main(["reproduce", "--run", str(folder), "--yes"]) == 2
+    what, todo = "has files that changed after they were read", "undo what has changed there"
+    assert capsys.readouterr().err.endswith(f"{folder}/code: {what}; got train.py; {todo}\n")
     assert list((program / "runs").glob("mine-*")) == [folder]
 
 
@@ -206,7 +203,7 @@ def test_reproduce_of_a_job_whose_request_is_not_known(
     folder = Path(out.split()[-1])
     (folder / "slurm.json").write_text('{"job_id": "17"}')
     assert main(["reproduce", "--run", str(folder)]) == 2
-    what, todo = "does not contain the job's request", "submit the program again: tridock run --slurm"
+    what, todo = "does not contain the job's request", "submit it anew: tridock slurm submit, or tridock run --slurm"
     assert capsys.readouterr().err == f"{folder}/slurm.json: {what}; {todo}\n"
     assert len(list((program / "runs").glob("mine-*"))) == 1
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.unit.ops.slurm.conftest import Answer
+from tests.unit.ops.slurm.conftest import Answer, begin_job, events, requeued
 from tridock.cli import main
 from tridock.ops.slurm import supervise
 
-# Of this process: what is left of a run is ended, also where another worker's test has it.
-RUN = f"t-20260102-030405-{os.getpid() & 0xFFFF:04x}"
 # A run of one rank that needs no torch: it tells of its end as rank 0 would.
 RANK = """\
 import json, pathlib, sys
@@ -29,28 +26,14 @@ sys.exit(85 if "run_preempted" in sys.argv[2] else 0)
 
 @pytest.fixture
 def folder(workspace: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Path:
-    made = workspace / "runs" / RUN
-    made.mkdir(parents=True)
-    (made / "hostfile").write_text("n1 slots=1\n")
     (workspace / "rank.py").write_text(RANK)
-    for name, value in {"SLURM_JOB_ID": "17", "MASTER_PORT": "20017", "SLURMD_NODENAME": "n1"}.items():
-        monkeypatch.setenv(name, value)
-    return made
+    return begin_job(workspace, "t", monkeypatch)
 
 
 def run(folder: Path, events: str, *options: str) -> int:
     config = str(folder.parent.parent / "t.yaml")
     command = [sys.executable, str(folder.parent.parent / "rank.py"), str(folder), events]
     return main(["slurm", "supervise", "--config", config, *options, str(folder), "--", *command])
-
-
-def events(folder: Path, name: str) -> list[dict[str, object]]:
-    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in event.items() if k not in ("time", "event")} for event in found if event["event"] == name]
-
-
-def requeued(tmp_path: Path) -> int:
-    return (tmp_path / "asked").read_text().splitlines().count("scontrol requeue 17")
 
 
 def test_a_run_to_its_end(folder: Path, answer: Answer, capfd: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +46,7 @@ def test_a_run_to_its_end(folder: Path, answer: Answer, capfd: pytest.CaptureFix
     assert events(folder, "job_started") == [{"job": "17", "nodes": ["n1"], "again": False}]
     capfd.readouterr()
     assert run(folder, "run_started") == 2
-    message = f"{RUN}: has already finished; got exit code 0; submit it again, with train.load to train further\n"
+    message = f"{folder.name}: has already finished; got exit code 0; continue it with tridock resume\n"
     assert capfd.readouterr().err == message
     assert (folder / "exit_code").read_text() == "0\n"
 
@@ -136,7 +119,7 @@ def test_slurm_may_be_quicker(
     monkeypatch.setattr(supervise, "_job_state", lambda: next(states))
     assert run(folder, "run_preempted") == 85
     assert events(folder, "job_not_requeued") == []
-    assert "did not queue" not in capfd.readouterr().out
+    assert "not queued again" not in capfd.readouterr().out
 
 
 def test_a_controller_that_does_not_answer_queues_nothing_again(
@@ -158,7 +141,7 @@ def test_slurm_may_not_want_to(folder: Path, answer: Answer, capfd: pytest.Captu
         only="requeue",
     )
     assert run(folder, "run_preempted") == 85
-    assert "tridock: Slurm did not queue it again: Requested operation is presently disabled" in capfd.readouterr().out
+    assert "tridock: not queued again: Requested operation is presently disabled" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--no-requeue", None])
@@ -171,9 +154,9 @@ def test_what_is_not_queued_again(folder: Path, tmp_path: Path, answer: Answer, 
 
 def test_a_lost_node_is_a_reason_to_be_queued_again(folder: Path) -> None:
     (folder / "events.jsonl").write_text('{"event": "node_lost", "node": "n2"}\n')
-    assert supervise._reason(folder, 4, 0) == "n2 was lost"
-    assert supervise._reason(folder, 143, 0) is None
-    assert supervise._reason(folder, 4, (folder / "events.jsonl").stat().st_size) is None
+    assert supervise._reason(folder, 4, 0, own=False) == "n2 was lost"
+    assert supervise._reason(folder, 143, 0, own=False) is None
+    assert supervise._reason(folder, 4, (folder / "events.jsonl").stat().st_size, own=False) is None
 
 
 def test_a_request_that_is_wrong_ends_the_run(folder: Path, answer: Answer, capfd: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +195,5 @@ def test_outside_of_a_job(
 
 
 def test_the_experiment_of_the_file_is_that_of_a_script_that_nobody_prepared(folder: Path) -> None:
-    job = supervise.Job(folder, ["x"], folder.parent.parent / "t.yaml", ["train.seed=7"])
-    assert supervise._experiment(job) == (job.config, ["train.seed=7"])
-    assert supervise._experiment(supervise.Job(folder, ["x"])) == (folder / "experiment.yaml", ())
+    assert run(folder, "run_started,run_finished", "--set", "train.seed=7") == 0
+    assert "  seed: 7\n" in (folder / "experiment.yaml").read_text()

@@ -1,0 +1,246 @@
+"""Two Docker hosts over ssh with disks of their own: runs save, go on in another layout, lose a host, come home."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+
+import pytest
+
+from tests.integration.rack import CLUSTER, PROGRAMS, USER, Rack, Up, write_data
+from tests.integration.rack_runs import RUNS, metrics, run_id_of, state_of, tiny
+from tests.integration.support import execute, wait_until
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack_up: Up) -> None:
+    rack = rack_up.rack
+    short = [f"--set={it}" for it in ("train.train_iters=4", "train.eval_interval=0", "optimizer.lr_warmup_iters=1")]
+    done = rack.fab("launch", *short, "--run-id-file", "default", timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no --config: configs/demo-3d.yaml with TP1 PP2 DP1" in done.stdout
+    run_id = run_id_of(rack.project / "default")
+    folder = f"{RUNS}/{run_id}/checkpoints"
+    for host in rack:
+        assert host.sh(f"cat {folder}/latest_checkpointed_iteration.txt") == "4"
+        assert "elsewhere" in json.loads(host.sh(f"cat {folder}/iter_0000004/files.json"))
+    # A part is no checkpoint to export; together they are.
+    tridock, hosts = str(PROGRAMS / "tridock"), ("--hosts", f"hostfiles/{CLUSTER}")
+
+    def use(*argv: str) -> subprocess.CompletedProcess[str]:
+        return execute(tridock, *argv, cwd=rack.project, env=rack.environment(), timeout=200)
+
+    done = use("export", f"runs/{run_id}", "--output", "from-local-disks")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"runs/{run_id}: is not here; give runs/<run-id>, or for a run of a cluster: --hosts HOSTFILE {run_id}\n",
+    )
+    done = use("export", *hosts, run_id, "--output", "from-local-disks")
+    assert done.returncode == 0, done.stderr
+    assert f"{run_id}: fetch the checkpoint of iteration 4, " in done.stderr
+    here = rack.project / f"runs/{run_id}/checkpoints"
+    assert [path.name for path in here.iterdir()] == ["iter_0000004"]
+    done = use("generate", *hosts, run_id, "--prompt", "def ", "--max-new-tokens", "5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def ")
+    assert "; 0 kB are not here yet" in done.stderr
+    assert (rack.project / "from-local-disks/model.safetensors").stat().st_size > 1_000_000
+    # Those weights go to the hosts, and the data, which are there and not here, stay.
+    weights = ("--set=train.load=hf:from-local-disks", *short)
+    done = rack.fab("data", *weights)
+    assert done.returncode == 0, done.stdout + done.stderr
+    size = (rack.project / "from-local-disks/model.safetensors").stat().st_size
+    for host in rack:
+        assert int(host.sh(f"stat -c %s {RUNS}/../from-local-disks/model.safetensors")) == size
+    done = rack.fab("launch", *weights, "--run-id-file", "loaded", timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, again = (metrics(rack, it)[0]["loss"] for it in (run_id, run_id_of(rack.project / "loaded")))
+    assert float(str(again)) < float(str(first))
+    done = rack.fab("data", "--set=train.load=hf:nowhere")
+    assert done.returncode == 2
+    assert "train.load: is neither here nor on host-a, host-b; got nowhere" in done.stderr
+    # In another layout each host lacks the other's stage, and gets it from there.
+    changes = ("train.train_iters=6", "optimizer.lr_decay_iters=4", "parallel.pipeline_model_parallel_size=1")
+    options = [f"--set={it}" for it in (*changes, "parallel.tensor_model_parallel_size=2")]
+    done = rack.fab("resume", "--run", run_id, *options, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continues after iteration 4 of 6 at the latest" in done.stdout
+    (needed,) = (line for line in done.stdout.splitlines() if "of other nodes are needed" in line)
+    print(f"another layout: {needed}; of {rack['host-a'].sh(f'du -sb {folder}/iter_0000004').split()[0]} bytes there")
+    for host in rack:
+        assert "elsewhere" not in json.loads(host.sh(f"cat {folder}/iter_0000004/files.json"))
+    # Its parts, which are all there is, go from both.
+    listed = use("runs", *hosts, "--sizes", "--json")
+    (size,) = (run["disk_bytes"] for run in json.loads(listed.stdout)["runs"] if run["run_id"] == run_id)
+    assert size >= sum(1024 * int(host.sh(f"du -sk {RUNS}/{run_id}").split()[0]) for host in rack) * 0.9
+    done = use("runs", *hosts, "rm", run_id, "--yes")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "removed 1 run"), done.stderr
+    for host in rack:
+        assert run_id not in host.sh(f"ls {RUNS}").split()
+
+
+@pytest.mark.full  # the first test exports one that has ended
+def test_an_active_run_is_exported_from_its_newest_whole_checkpoint(rack_up: Up) -> None:
+    rack = rack_up.rack
+    fields = {"parallel": "{strategy: fsdp}", "train__train_iters": 100_000, "train__save_interval": 50}
+    done = rack.fab("launch", *tiny(**fields), "--detach", "--run-id-file", "active")
+    assert done.returncode == 0, done.stderr
+    run_id = run_id_of(rack.project / "active")
+    saved = f"cat {RUNS}/{run_id}/checkpoints/iter_0000050/files.json"
+    wait_until(lambda: all(host.execute(saved).returncode == 0 for host in rack), "it has saved", 240)
+    try:
+        argv = (str(PROGRAMS / "tridock"), "export", "--hosts", f"hostfiles/{CLUSTER}", run_id, "-o", "from-active")
+        done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=200)
+        assert done.returncode == 0, done.stderr
+        assert state_of(rack, run_id) == "running"
+    finally:
+        assert rack.fab("stop", "--run", run_id).returncode == 0
+    assert (rack.project / "from-active/model.safetensors").exists()
+    assert len([*(rack.project / f"runs/{run_id}/checkpoints").iterdir()]) == 1
+
+
+def test_a_run_goes_on_where_none_of_its_files_are(rack_up: Up) -> None:
+    """The commands that are refused say what to do next."""
+    rack = rack_up.rack
+    fields = {"parallel": "{strategy: fsdp}", "train__train_iters": 4}
+    done = rack.fab("launch", *tiny(**fields), "--include", "host-a", "--run-id-file", "first", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = run_id_of(rack.project / "first")
+    more = ("--set=train.train_iters=6", "--set=optimizer.lr_decay_iters=4")
+    resume = ("resume", "--include", "host-b", "--run", run_id, *more)
+    refused = rack.fab(*resume)
+    fetch = f"tridock fetch --hosts HOSTFILE --run {run_id} --checkpoints"
+    assert (refused.returncode, refused.stderr.endswith(f"; bring one of other hosts: {fetch}\n")) == (2, True)
+    assert rack.fab("fetch", "--run", run_id, "--checkpoints").returncode == 0
+    refused = rack.fab(*resume)
+    sync = f"tridock data sync --hosts hostfiles/{CLUSTER} --path runs/{run_id}"
+    assert (refused.returncode, refused.stderr.endswith(f"; then {sync}\n")) == (2, True), refused.stderr
+    argv = (str(PROGRAMS / "tridock"), *sync.split()[1:], "--include", "host-b")
+    done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=200)
+    assert done.returncode == 0, done.stderr
+    done = rack.fab(*resume, "--run-id-file", "second", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = f"{RUNS}/{run_id_of(rack.project / 'second')}"
+    lines = rack["host-b"].sh(f"cat {folder}/metrics.jsonl").splitlines()
+    assert [it["iteration"] for it in map(json.loads, lines) if "split" not in it][-1] == 6
+    assert "checkpoint_loaded" in rack["host-b"].sh(f"cat {folder}/events.jsonl")
+
+
+LONG = {
+    "train__train_iters": 1500, "train__save_interval": 10, "train__keep_checkpoints": 2, "restart__max": 1,
+    "restart__node_timeout": 30,
+}  # fmt: skip
+COPIED = {"parallel": "{strategy: fsdp}", "train__checkpoint_copies": 2}
+
+
+def lose_host_b(
+    rack: Rack, cluster: str, name: str, fields: Mapping[str, object], after: str = "checkpoint_copied"
+) -> Callable[[str], list[dict[str, object]]]:
+    """Launches a run, kills host-b's node after this event, and returns the run's events after its end."""
+    hosts = f"hostfiles/{cluster}"
+    done = rack.fab("launch", *tiny(**LONG, **fields), "--detach", "--run-id-file", name, hosts=hosts)
+    assert done.returncode == 0, done.stderr
+    run_id = run_id_of(rack.project / name)
+
+    def events(name: str) -> list[dict[str, object]]:
+        path = f"{RUNS.replace(CLUSTER, cluster)}/{run_id}/events.jsonl"
+        lines = rack["host-a"].execute(f"cat {path}").stdout.splitlines()
+        return [found for line in lines if (found := json.loads(line))["event"] == name]
+
+    wait_until(lambda: bool(events(after)), "a checkpoint is complete", 240)
+    rack["host-b"].sh(f"docker kill tridock-{cluster}")
+    killed = datetime.now(UTC)
+    wait_until(lambda: bool(events("run_finished") + events("not_restarted")), "the run has ended", 400)
+    for name in ("node_lost", "run_moved", "checkpoint_loaded", "not_restarted"):
+        for event in events(name)[-1:]:
+            seconds = (datetime.fromisoformat(str(event["time"])) - killed).total_seconds()
+            print(f"{name} {seconds:.1f} s after the node was killed")
+    return events
+
+
+def went_on(events: Callable[[str], list[dict[str, object]]]) -> dict[str, object]:
+    """How a run that trained to its end went on."""
+    assert events("not_restarted") == []
+    assert [it["iteration"] for it in events("checkpoint_loaded")] == [events("run_restarted")[0]["iteration"]]
+    assert events("run_finished")[0]["iteration"] == 1500
+    (moved,) = events("run_moved")
+    return moved
+
+
+def test_a_blend_is_checked_on_each_host_brought_there_and_goes_on(rack_up: Up) -> None:
+    rack = rack_up.rack
+    write_data(rack.project / "data" / "more")
+    sets = "[0.7, data/tiny/text_document, 0.3, data/more/text_document]"
+    blend = {
+        "data": f"{{train_data_path: {sets}, valid_data_path: {{more: data/more/text_document}}}}",
+        "train__eval_interval": 2, "train__train_iters": 4, "train__save_interval": 2,
+    }  # fmt: skip
+    refused = rack.fab("launch", *tiny(**blend))
+    assert refused.returncode == 2, refused.stdout
+    for name in rack.hosts:
+        missing = "data/more/text_document.bin, data/more/text_document.idx"
+        assert f"configs/tiny.yaml: data.train_data_path: is not on node {name}; got {missing}; copy" in refused.stderr
+    assert "data/tiny" not in refused.stderr
+    done = rack.fab("data", *tiny(**blend))
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = rack.fab("launch", *tiny(**blend), "--run-id-file", "blend", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "data:  30.00% data/more/text_document: " in done.stdout
+    run_id = run_id_of(rack.project / "blend")
+    assert [list(it["losses"]) for it in metrics(rack, run_id) if "split" in it] == [["more"], ["more"]]  # type: ignore[call-overload]
+    done = rack.fab("resume", "--run", run_id, "--set", "train.train_iters=6", "--set", "optimizer.lr_decay_iters=4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continues after iteration 4 of 6" in done.stdout
+
+
+@pytest.mark.full  # tests/distributed/test_local_disks.py: with every engine
+def test_a_lost_host_costs_no_checkpoint_of_which_there_are_copies(rack_up: Up) -> None:
+    """What the lost one wrote, the other has a copy of."""
+    try:
+        moved = went_on(lose_host_b(rack_up.rack, CLUSTER, "copied", COPIED))
+    finally:
+        assert rack_up.rack.fab("up").returncode == 0
+    assert (moved["lost"], moved["layout"]) == (["host-b"], "TP1 PP1 DP1")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_lost_host_without_copies_costs_what_it_alone_had(rack_up: Up, strategy: str) -> None:
+    """With DDP each host has the whole checkpoint; with FSDP the run ends, and says why."""
+    try:
+        fields = {"parallel": f"{{strategy: {strategy}}}"}
+        events = lose_host_b(rack_up.rack, CLUSTER, strategy, fields, "checkpoint_saved")
+    finally:
+        assert rack_up.rack.fab("up").returncode == 0
+    if strategy == "ddp":
+        assert went_on(events)["layout"] == "TP1 PP1 DP1"
+    else:
+        assert events("not_restarted")
+        log = rack_up.rack["host-a"].sh(f"cat {RUNS}/{run_id_of(rack_up.rack.project / strategy)}/logs/launcher.log")
+        assert "is on no node; " in log
+        assert "train.checkpoint_copies" in log
+
+
+@pytest.mark.full  # a third host takes minutes
+def test_a_spare_gets_its_part_from_the_copies(rack_up: Up) -> None:
+    """It has a disk of its own, and none of the run's checkpoints."""
+    rack, name = rack_up.rack, "spared"
+    rack.add("host-c")
+    try:
+        rack.write_ssh_config()
+        hosts = rack.write_cluster(name, spares=["host-c"], ssh_port=2230)
+        for task in (("up",), ("data", "--path", "data/tiny")):
+            done = rack.fab(*task, hosts=hosts, timeout=600)
+            assert done.returncode == 0, done.stderr
+        moved = went_on(lose_host_b(rack, name, name, COPIED))
+        assert (moved["nodes"], moved["layout"]) == (["host-a", "host-c"], "TP1 PP1 DP2")
+        run_id = run_id_of(rack.project / name)
+        checkpoint = f"/home/{USER}/tridock/{name}/workspace/runs/{run_id}/checkpoints/iter_0001500/files.json"
+        assert rack["host-c"].execute(f"test -e {checkpoint}").returncode == 0
+        rack.fab("down", hosts=hosts)
+    finally:
+        rack.take_away("host-c")
+        rack.write_ssh_config()

@@ -1,0 +1,92 @@
+"""What the supervisor notes of the ranks: their status, their step times, and the metrics that a program prints."""
+
+import json
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts import heartbeat, run_folder
+from tridock.contracts.events import append_line
+from tridock.contracts.output_metrics import OutputMetrics
+from tridock.contracts.partials import remove_left_files
+from tridock.contracts.rotated_logs import GrowingLog
+from tridock.contracts.supervision import Supervision
+from tridock.node.supervisor.verdict import StatusByNode
+
+
+class StepTimes:
+    """The step times of one attempt of a run."""
+
+    def __init__(self) -> None:
+        self.reached = 0
+        self._last: dict[int, tuple[int, float]] = {}
+        self._times: deque[float] = deque(maxlen=64)
+
+    def note(self, seen: StatusByNode) -> None:
+        """Processes the ranks' reports."""
+        now = time.monotonic()
+        for status in (status for statuses in seen.values() for status in statuses if status.phase == heartbeat.TRAIN):
+            at = now - status.age_s
+            iteration, before = self._last.get(status.rank, (status.iteration, at))
+            if status.iteration > iteration:
+                self._times.append((at - before) / (status.iteration - iteration))
+            if status.iteration != iteration or status.rank not in self._last:
+                self._last[status.rank] = status.iteration, at
+            self.reached = max(self.reached, status.iteration)
+
+    @property
+    def median(self) -> float | None:
+        """Returns the median step time in seconds; None before the second step."""
+        # Not statistics.median: its module takes longer to import than all of this package.
+        return sorted(self._times)[len(self._times) // 2] if self._times else None
+
+
+_EVERY_S: Final = 2.0
+
+
+class RankTable:
+    """Writes ``.ranks.json`` every two seconds: rank, phase, iteration and the age of its heartbeat in seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / run_folder.RANKS
+        self._written = 0.0
+
+    def note(self, seen: StatusByNode) -> None:
+        """Processes the agents' reports."""
+        if (now := time.monotonic()) - self._written < _EVERY_S:
+            return
+        self._written = now
+        rows = sorted((it.rank, it.phase, it.iteration, round(it.age_s, 1)) for them in seen.values() for it in them)
+        with suppress(OSError):  # the disk is full
+            remove_left_files(self._path)
+            run_folder.write_atomic(self._path, json.dumps(rows).encode(), durable=False)
+
+
+class PrintedMetrics:
+    """Reads the launcher's log as it grows, and records the pattern's matches; without a pattern, nothing."""
+
+    def __init__(self, folder: Path, supervision: Supervision) -> None:
+        self._folder = folder
+        self.begin(0, supervision)
+
+    def begin(self, offset: int, supervision: Supervision) -> None:
+        """Starts another attempt, which may repeat iterations, at this byte of the log."""
+        others = [node for node in supervision.ranks if node != supervision.head]
+        if supervision.scheduler:  # srun writes the number of a node
+            others += map(str, range(1, 1 + len(others)))
+        self._metrics = OutputMetrics(supervision.metrics, others) if supervision.metrics else None
+        self._log, self._rest = GrowingLog(self._folder / run_folder.LAUNCHER_LOG, offset), b""
+
+    def read(self) -> None:
+        """Records the matches in the new lines."""
+        if self._metrics is None:
+            return
+        while new := self._log.read(run_folder.LONGEST_LINE):
+            # A progress bar restarts its line with a carriage return.
+            *lines, rest = (self._rest + new).replace(b"\r", b"\n").split(b"\n")
+            self._rest = rest[-run_folder.LONGEST_LINE :]
+            for line in lines:
+                for record in self._metrics.records(line.decode(errors="replace")):
+                    append_line(self._folder / run_folder.METRICS, record)

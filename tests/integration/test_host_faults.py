@@ -95,9 +95,10 @@ def ids(rack: Rack) -> list[str]:
 
 
 @contextmanager
-def a_run(rack: Rack, name: str, *options: str) -> Iterator[str]:
-    """A run of a program that sleeps on both nodes."""
-    done = rack.fab(*sleeping(name), "--no-check", *options, *SLEEP)
+def a_run(rack: Rack, name: str, *options: str, config: str | None = None) -> Iterator[str]:
+    """A run of a program that sleeps on both nodes, or that of a configuration."""
+    started = ("run", "--config", config, "--detach", "--run-id-file", name) if config else sleeping(name)
+    done = rack.fab(*started, "--no-check", *options, *(() if config else SLEEP))
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = run_id_of(rack.project / name)
     try:
@@ -261,7 +262,10 @@ def test_a_node_that_does_not_let_the_head_in_is_named_at_once(hosts: Rack) -> N
 
 def test_a_run_outlives_a_docker_engine_that_is_restarted(hosts: Rack) -> None:
     """As a package's upgrade does; the engine ends its containers, and starts them again."""
-    with a_run(hosts, "upgraded", "--restarts", "1") as run_id:
+    patient = {"name": "upgraded", "engine": "command", "command": SLEEP[1:], "code": "hostfiles"}
+    patient["restart"] = {"max": 1, "node_timeout": 1000}
+    (hosts.project / "upgraded.yaml").write_text(json.dumps(patient))
+    with a_run(hosts, "upgraded", config="upgraded.yaml") as run_id:
         before = hosts["host-b"].processes(run_id, "^sleep")
         hosts["host-b"].sh("pkill -TERM -x dockerd")
         wait_until(lambda: hosts["host-b"].processes(run_id, "^sleep") not in ([], before), "it runs again", 300)

@@ -45,5 +45,6 @@ class AgentMessage:
     stopped: Stopped | None = None
     stop_asked: bool = False
     """Sent with the ranks: whether a user has stopped the run here since the agent began."""
-    container: str = ""
-    """Sent with the ranks: when process 1 of the agent's container began; a container that starts again has another."""
+    missed_launch: int = 0
+    """Sent with the ranks: the launch, by its number in the supervisor's pings, that is older than the agent's
+    container: a container that starts again has none of its ranks. 0 for none."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.node.conftest import wait_until
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.codec import decode
@@ -60,4 +62,23 @@ def test_an_agent_that_waits_for_its_disk_says_that_it_is_alive(tmp_path: Path) 
         assert agent.stdout is not None
         for _ in range(3):
             assert decode(AgentMessage, agent.stdout.readline()) == AgentMessage()
+        agent.kill()
+
+
+@pytest.mark.parametrize(("age_s", "missed"), [(0.0, 0), (1.0e9, 7)])
+def test_an_agent_says_whether_its_container_is_younger_than_the_launch(
+    tmp_path: Path, age_s: float, missed: int
+) -> None:
+    folder = tmp_path / "steady-20260102-030405-abcd"
+    folder.mkdir()
+    command = (sys.executable, "-m", "tridock.node", "agent", str(folder), "n1")
+    (folder / run_folder.SUPERVISION).write_text(Supervision("n1", {"n1": (0,)}, (), 1, 30.0).to_json())
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        agent.stdin.write(f"ping 7 {age_s}\n")
+        agent.stdin.flush()
+        said = (decode(AgentMessage, line) for line in agent.stdout)
+        assert next(message for message in said if message.ranks is not None).missed_launch == missed
         agent.kill()

@@ -79,7 +79,7 @@ def test_agents_get_pings_while_the_supervisor_waits_for_its_disk(one_agent: tup
     connections, orders = one_agent
     connections.poll(0.0)
     deadline = time.monotonic() + 60
-    while not orders.exists() or orders.read_text().count("ping\n") < 3:
+    while not orders.exists() or orders.read_text().count("ping 0 ") < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -107,28 +107,30 @@ def seen(phase: str, *, alive: bool) -> tuple[RankStatus, ...]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "container", "fails"),
+    ("ranks", "missed", "fails"),
     [
-        (seen(heartbeat.OBSERVED, alive=True), "c1", True),
-        (seen(heartbeat.GONE, alive=False), "c2", True),  # seen to end in the last moment before its container did
-        (seen(heartbeat.GONE, alive=False), "c1", False),
-        (seen(heartbeat.END, alive=False), "c2", False),
-        ((), "c2", True),  # its container ended before the first report of the rank
-        ((), "c1", False),
+        (seen(heartbeat.OBSERVED, alive=True), 0, True),
+        (seen(heartbeat.GONE, alive=False), 1, True),  # seen to end in the last moment before its container did
+        (seen(heartbeat.GONE, alive=False), 0, False),
+        (seen(heartbeat.END, alive=False), 1, False),
+        ((), 1, True),  # its container ended before the first report of the rank
+        ((), 0, False),
+        ((), 2, False),  # of another launch
     ],
 )
 def test_a_rank_that_a_new_agent_does_not_know_has_ended_with_its_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[RankStatus, ...], container: str, fails: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[RankStatus, ...], missed: int, fails: bool
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     said = [
-        shlex.quote(encode(AgentMessage(ranks=ranks, container="c1"))),
-        shlex.quote(encode(AgentMessage(ranks=(), container=container))),
+        shlex.quote(encode(AgentMessage(ranks=ranks))),
+        shlex.quote(encode(AgentMessage(ranks=(), missed_launch=missed))),
     ]
     agent = f"mkdir {shlex.quote(str(first))} && echo {said[0]} || {{ echo {said[1]}; echo >{second}; cat; }}"
     monkeypatch.setattr(Reach, "command", lambda self, node, *arguments: ["bash", "-c", agent])
     supervision = Supervision("n1", {"n1": (1,)}, (), 1, 30.0)
     connections = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
+    connections.launched()
     deadline = time.monotonic() + 60
     while not second.exists():
         assert time.monotonic() < deadline

@@ -1,11 +1,13 @@
 """``tridock.node agent``: watches and ends the ranks of one node for the supervisor, over a connection.
 
 It prints the status of the node's ranks as lines of JSON, once a second and as soon as a rank dies, and, while a slow
-disk keeps it from reading them, that it is alive. It reads orders:
-``ping``, ``stacks RANK…``, ``signal NAME``, ``stop GRACE``, ``bye``. When orders stop coming, the head or the network
-is gone: the agent then ends the node's part of the run, which is of no further use.
+disk keeps it from reading them, that it is alive. It reads orders: ``ping LAUNCH AGE`` (the number of the run's
+launches so far, and the seconds since the last one), ``stacks RANK…``, ``signal NAME``, ``stop GRACE``, ``bye``. When
+orders stop coming, the head or the network is gone: the agent then ends the node's part of the run, which is of no
+further use.
 """
 
+import math
 import os
 import select
 import signal
@@ -34,7 +36,6 @@ SILENCE_S: Final = 25.0
 _TICK_S: Final = 0.1
 _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _DISK_PATIENCE_S: Final = 120.0
 """Seconds for which the agent may wait for a disk: a shared file system that fails over takes about a minute."""
 
@@ -52,11 +53,14 @@ def is_replaced(folder: Path, node: str) -> bool:
         return False  # the run's folder was removed
 
 
-def container() -> str:
-    """Returns what no two starts of a container have alike; empty where /proc hides the processes of others."""
+def container_age_s() -> float:
+    """Returns the seconds since process 1 here began; infinity where /proc hides the processes of others.
+
+    Two machines agree on durations, whatever their clocks show.
+    """
     with suppress(OSError):
-        return f"{_BOOT_ID.read_text().strip()}-{heartbeat.start_ticks(1)}"
-    return ""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - heartbeat.start_ticks(1) / os.sysconf("SC_CLK_TCK")
+    return math.inf
 
 
 def _pid_file(folder: Path, node: str) -> Path:
@@ -73,7 +77,7 @@ class NodeAgent:
         self._partial_line = b""
         self._connected = True
         self._released = False
-        self._began, self._container = time.time(), container()
+        self._began, self._missed_launch = time.time(), 0
         self._printed = self._reported = time.monotonic()
         self._printing, self._ended = threading.Lock(), threading.Event()
         run_folder.write_atomic(_pid_file(folder, node), str(os.getpid()).encode())
@@ -120,7 +124,7 @@ class NodeAgent:
             if gone - dead or now - self._reported >= _REPORT_S:
                 disk = own_disk(self._folder, on_head=self._on_head)
                 stopped, ranks = self._is_stopped(), tuple(statuses)
-                self._print(AgentMessage(ranks, disk, stop_asked=stopped, container=self._container))
+                self._print(AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=self._missed_launch))
                 self._reported, dead = now, gone
 
     def _say_alive(self) -> None:
@@ -157,7 +161,10 @@ class NodeAgent:
 
     def _execute(self, order: str) -> None:
         verb, *arguments = order.split()
-        if verb == "stacks":
+        if verb == "ping":
+            launch, age_s = int(arguments[0]), float(arguments[1])
+            self._missed_launch = launch if container_age_s() < age_s else 0
+        elif verb == "stacks":
             self._print(AgentMessage(stacks=self._monitor.stacks([int(rank) for rank in arguments])))
         elif verb == "signal":
             self._monitor.send_signal(signal.Signals[arguments[0]])

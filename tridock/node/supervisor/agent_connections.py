@@ -47,16 +47,12 @@ class _Connection:
         self.disk: Space | None = None
         self.stop_asked = False
         self.answers: list[AgentMessage] = []
-        self.forget_ranks()
+        self.launch = 0
+        self.statuses: tuple[RankStatus, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._partial_line = b""
         self._reconnect_at = 0.0
         self._sending = threading.Lock()
-
-    def forget_ranks(self) -> None:
-        """Forgets the ranks and where they were, for those that are started next."""
-        self.statuses: tuple[RankStatus, ...] = ()
-        self._container = ""
 
     def open(self, selector: selectors.BaseSelector) -> None:
         """Starts the agent, unless it runs or has just ended."""
@@ -110,18 +106,19 @@ class _Connection:
                 message = decode(AgentMessage, line)
                 if message.ranks is not None:
                     self.statuses, self.disk = (*message.ranks, *self._lost(message)), message.disk
-                    self._container = message.container
                     self.stop_asked = self.stop_asked or message.stop_asked
                 elif message != _ALIVE:
                     self.answers.append(message)
 
     def _lost(self, message: AgentMessage) -> Iterator[RankStatus]:
-        """Yields the ranks that a new agent does not know: they ended with their container, which may have reported
+        """Yields the ranks that a new agent does not know.
+
+        Those of a container that is younger than the launch ended with the one before it, which may have reported
         nothing yet, or an end that only its launcher saw.
         """
         reported = {status.rank for status in message.ranks or ()}
         known = {status.rank: status for status in self.statuses}
-        if self._container not in ("", message.container):
+        if message.missed_launch and message.missed_launch == self.launch:
             ended = {rank for rank, status in known.items() if status.phase == heartbeat.END}
             known = {rank: known.get(rank, _NEVER) for rank in self.ranks if rank not in ended}
             known = {rank: replace(status, rank=rank, phase=heartbeat.OBSERVED) for rank, status in known.items()}
@@ -177,13 +174,15 @@ class AgentConnections:
             self._nodes[node] = _Connection(node, ranks, command, patience_s)
         self._selector = selectors.DefaultSelector()
         self._polled = time.monotonic()
+        self._launch = (0, self._polled)
         self._closed = threading.Event()
         # In a thread: on a slow disk this process may wait for a minute to write a line, and agents must not miss it.
         threading.Thread(target=self._ping, daemon=True).start()
 
     def _ping(self) -> None:
         while not self._closed.wait(_PING_S):
-            self.order("ping")
+            launch, began = self._launch
+            self.order(f"ping {launch} {time.monotonic() - began:.2f}")
 
     def poll(self, seconds: float) -> None:
         """Reads messages for at most this many seconds, and keeps the connections open.
@@ -245,13 +244,16 @@ class AgentConnections:
     def stop(self, grace_s: float, patience_s: float) -> dict[str, int]:
         """Ends the run's processes on every node; returns how many remain on each node that answers in time."""
         answers = self._ask(f"stop {grace_s}", lambda message: message.stopped, patience_s)
-        self.forget_ranks()
+        for connection in self._nodes.values():
+            connection.statuses = ()
         return {node: stopped.remaining for node, stopped in answers.items()}
 
-    def forget_ranks(self) -> None:
-        """Forgets the ranks, for those that are started next."""
+    def launched(self) -> None:
+        """Notes that the launcher has just begun, and forgets the ranks of the launch before."""
+        self._launch = (self._launch[0] + 1, time.monotonic())
         for connection in self._nodes.values():
-            connection.forget_ranks()
+            connection.launch = self._launch[0]
+            connection.statuses = ()
 
     def _ask(self, order: str, field: Callable[[AgentMessage], T | None], patience_s: float) -> dict[str, T]:
         for connection in self._nodes.values():

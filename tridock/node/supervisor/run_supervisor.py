@@ -90,7 +90,7 @@ class RunSupervisor:
         self._lease.check()
         self._launcher = LauncherProcess(self._folder, script)
         self._metrics.begin(self._launcher.log_offset, self._supervision)
-        self._agents.forget_ranks()
+        self._agents.launched()
         self._agents.poll(0.0)
 
     def take_over(self, previous: str) -> int | None:

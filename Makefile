@@ -184,7 +184,7 @@ RANK_WORKERS ?= 2
 TORCH_TESTS = tests/unit/train tests/unit/compat tests/unit/deepspeed tests/memory
 # Those that start processes and wait for them: commands of a node, supervisors, trackers, scripts, workers.
 PROCESS_TESTS = tests/shell tests/unit/trackers \
-    $(addsuffix .py,$(addprefix tests/unit/test_,command completion extras fabfile gpu_trial hostile_runs imports user_input)) \
+    $(addsuffix .py,$(addprefix tests/unit/test_,command completion extras fabfile gpu_trial hostile_runs imports test_verdict user_input)) \
     $(addsuffix .py,$(addprefix tests/unit/data/test_,megatron_types preprocess preprocess_command preprocess_upstream \
     train_tokenizer workers)) \
     $(addsuffix .py,$(addprefix tests/unit/node/test_,agent evidence failover launcher_process node_report node_starter observed_ranks ports preflight \
@@ -208,10 +208,12 @@ lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 
 # Ranks wait for each other and containers for each other: side by side they leave no core idle.
 .PHONY: test
-test: .venv/.trackers test-unit test-processes ## All tests but the full matrices (those with Docker are skipped where no engine answers)
+test: .venv/.full .venv/.trackers ## All tests but the full matrices (those with Docker are skipped where no engine answers)
+	@rm -f .cache/tests/*.xml .cache/tests/*.json
+	-@$(MAKE) --no-print-directory --keep-going test-unit test-processes
 	@echo 'make test-distributed test-integration, at once: each prints its output when it ends'
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-distributed test-integration
-	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,unit-torch unit-others processes distributed integration)
+	-@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-distributed test-integration
+	@python tools/test_verdict.py .cache/tests unit-torch unit-others processes distributed integration
 
 .PHONY: test-full
 test-full: ## All tests, the full matrices too

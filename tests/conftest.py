@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.recorded import pytest_collectreport, pytest_runtest_logreport, pytest_sessionfinish  # noqa: F401  (hooks)
+
 # A shell that starts the tests in its background lets them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # What is started here writes as it does for users, who seldom have this set.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# What tests compile stays in this working tree: a compiler that is killed leaves a lock for which the next one waits
+# for ever, and in the home that would be any other program's.
+for _name in ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    os.environ[_name] = str(Path(__file__).parents[1] / ".cache" / _name.lower())
 
 # How long an example takes depends on what else the machine does: a deadline would fail good code.
 settings.register_profile("tridock", deadline=None, max_examples=50)

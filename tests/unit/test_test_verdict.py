@@ -1,0 +1,101 @@
+"""The end of `make test`: what failed runs once more, alone, and the last lines say how all of it went."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import pathlib, pytest
+
+def test_passes():
+    pass
+
+@pytest.mark.parametrize("what", ["a b[c]", "ü/::"])
+def test_first_time(what):
+    seen = pathlib.Path(f"seen-{len(what)}")
+    first = not seen.exists()
+    seen.touch()
+    assert not first, "the first time"
+
+def test_broken():
+    assert 1 == 2
+
+@pytest.mark.parametrize("number", range(11))
+def test_many(number):
+    raise RuntimeError(number)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "conftest.py").write_text("from tests.recorded import *\n")
+    (tmp_path / "test_x.py").write_text(TESTS)
+    (tmp_path / "records").mkdir()
+    return tmp_path
+
+
+def python(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        (sys.executable, *arguments), cwd=project, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def verdict(project: Path, selected: str, *blocks: str) -> tuple[int, list[str]]:
+    options = ("-n", "2", "--junitxml=records/unit.xml", "-k", selected)
+    python(project, "-m", "pytest", *options)
+    done = python(project, str(ROOT / "tools" / "test_verdict.py"), "records", "unit", *blocks)
+    lines = done.stdout.splitlines()
+    assert "the 10 slowest tests, with their fixtures:" in lines[-60:], done.stdout + done.stderr
+    return done.returncode, lines[-60:]
+
+
+def test_what_passes_alone_is_named_and_green(project: Path) -> None:
+    code, lines = verdict(project, "passes or first_time")
+    assert code == 0
+    assert "passed only alone: test_x.py::test_first_time[a b[c]]" in lines
+    assert lines.count("    E       AssertionError: the first time") == 2
+    assert lines[-2:] == ["tests: green", "3 passed, 0 failed, 0 skipped"]
+
+
+def test_what_fails_again_is_red(project: Path) -> None:
+    code, lines = verdict(project, "passes or first_time or broken")
+    assert code == 1
+    at = lines.index("FAILED: test_x.py::test_broken")
+    assert lines[at + 1 : at + 3] == ["    E       assert 1 == 2", "    test_x.py:15: AssertionError"]
+    assert "passed only alone: test_x.py::test_first_time[a b[c]]" in lines
+    assert lines[-2:] == ["tests: RED", "3 passed, 1 failed, 0 skipped"]
+
+
+def test_many_failures_are_no_accident(project: Path) -> None:
+    code, lines = verdict(project, "many")
+    assert code == 1
+    assert not any(line.startswith(("once more", "passed only alone")) for line in lines)
+    assert lines[-2:] == ["tests: RED", "0 passed, 11 failed, 0 skipped"]
+
+
+def test_a_block_that_did_not_end_is_red(project: Path) -> None:
+    code, lines = verdict(project, "passes", "distributed")
+    assert code == 1
+    assert "distributed  did not come to its end" in lines
+    assert lines[-2:] == ["tests: RED", "1 passed, 0 failed, 0 skipped"]
+
+
+def test_a_file_that_cannot_be_imported_is_red(project: Path) -> None:
+    (project / "test_y.py").write_text("import no_such_module\n")
+    code, lines = verdict(project, "passes")
+    assert code == 1
+    assert "FAILED: test_y.py" in lines
+    assert lines[-2] == "tests: RED"
+
+
+def test_no_test_is_not_green(project: Path) -> None:
+    code, lines = verdict(project, "nothing_of_that_name")
+    assert code == 1
+    assert lines[-3] == "no test was selected"

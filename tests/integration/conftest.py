@@ -22,6 +22,8 @@ from tests.integration.support import (
     Twin,
     execute,
     give,
+    hold_session,
+    killed_sessions,
     once,
     own_name,
     remove_everything,
@@ -45,6 +47,11 @@ FIRST = (
     *(*RACK_1, "test_remote_commands", "test_fab_over_ssh", "test_host_faults", *RACK_2, *SLURM),
     *("test_readme", "test_faults", "test_twin", "test_moved_runs", "test_image", "test_node"),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        hold_session()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,6 +106,8 @@ def docker() -> str:
         pytest.skip("no Docker engine answers (tools/docker-engine.sh installs and starts one on Debian)")
     with once("base-image") as first:
         if first:
+            for session in killed_sessions():
+                remove_everything(session)
             succeed("tools/base-image.sh", cwd=ROOT, timeout=600)
     return "docker"
 

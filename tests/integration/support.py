@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -21,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SESSION = "tridock-test-" + os.environ.setdefault("TEST_SESSION", uuid.uuid4().hex[:8])
 CPU_IMAGE = f"{SESSION}:cpu"
 HOST_IMAGE = f"{SESSION}:host"
+_TEMPORARY = Path(tempfile.gettempdir())
+_LOCK = "lock"
+_held: list[IO[str]] = []
 
 
 def execute(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -48,19 +53,37 @@ def own_name() -> str:
     return f"{SESSION}-{uuid.uuid4().hex[:6]}"
 
 
-def remove_everything() -> None:
-    """Removes what the session has left, as after Ctrl-C; the build's cache stays."""
+def hold_session() -> None:
+    """Locks the session's folder until this process ends: another session may remove what a killed one left."""
+    (_TEMPORARY / SESSION).mkdir(exist_ok=True)
+    file = (_TEMPORARY / SESSION / _LOCK).open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    _held.append(file)
+
+
+def killed_sessions() -> Iterator[str]:
+    """Yields the sessions that ended without removing what is theirs: nobody holds their lock."""
+    for lock in _TEMPORARY.glob(f"tridock-test-*/{_LOCK}"):
+        name = lock.parent.name
+        with suppress(OSError), lock.open("a") as file:  # one that is held, or another user's
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if re.fullmatch(r"tridock-test-[0-9a-f]{8}", name):
+                yield name
+
+
+def remove_everything(session: str = SESSION) -> None:
+    """Removes what a session has left, as after Ctrl-C; the build's cache stays."""
     for list_, remove in (
         ("ps --all --quiet --filter name=", "rm --force --volumes"),
         ("network ls --quiet --filter name=", "network rm"),
         ("volume ls --quiet --filter name=", "volume rm --force"),
     ):
-        if names := execute("docker", *f"{list_}{SESSION}".split()).stdout.split():
+        if names := execute("docker", *f"{list_}{session}".split()).stdout.split():
             execute("docker", *remove.split(), *names)
     images = execute("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}").stdout.split()
-    if names := [name for name in images if name.startswith(SESSION)]:
+    if names := [name for name in images if name.startswith(session)]:
         execute("docker", "image", "rm", *names)
-    shutil.rmtree(Path(tempfile.gettempdir()) / SESSION, ignore_errors=True)
+    shutil.rmtree(_TEMPORARY / session, ignore_errors=True)
 
 
 def pause(container: str) -> None:
@@ -76,7 +99,7 @@ def inside(container: str, *arguments: str, user: str = "tridock") -> str:
 @contextmanager
 def once(name: str) -> Iterator[bool]:
     """Whether this worker is the session's first here; the others wait until its block has ended."""
-    folder = Path(tempfile.gettempdir()) / SESSION
+    folder = _TEMPORARY / SESSION
     folder.mkdir(exist_ok=True)
     with (folder / name).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

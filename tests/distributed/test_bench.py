@@ -26,7 +26,7 @@ from tests.distributed.ranks import (
 from tridock.contracts.node_answers import Process
 from tridock.node.agent.processes import find_processes, stop_processes
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 MATRIX = """
 experiment: runs/base/experiment.yaml
@@ -126,6 +126,7 @@ def test_a_benchmark_that_is_told_to_end_stops_its_run(tmp_path: Path, number: i
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.full  # the one above stops it too
 def test_a_run_that_is_given_up_is_stopped(tmp_path: Path) -> None:
     with start(tmp_path, 30, left_behind) as process:
         for found in left_behind(tmp_path):

@@ -13,7 +13,7 @@ from tests.distributed.ranks import ROOT, events, losses, make_data, rank_enviro
 from tests.distributed.ranks import make_run as make_other
 from tridock.experiment import load_experiment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 TOLERANCE = 1e-5
 FIELDS = {"train.train_iters": 4, "batch.micro_batch_size": 2}

@@ -25,7 +25,7 @@ from tridock.node.agent.processes import find_processes
 from tridock.node.agent.runs import list_runs
 from tridock.train.checkpoints.pickles import megatron_classes, safe_distributed_load, safe_torch_load
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 ENGINES: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.ranks import Started, asked_for, events, losses, make_run, metrics, run, thinned
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 TOLERANCE = 1e-5

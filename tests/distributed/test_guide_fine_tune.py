@@ -16,7 +16,7 @@ from tests.documentation import blocks
 
 MISSING = [name for name in ("peft", "lm_eval", "transformers") if find_spec(name) is None]
 pytestmark = [
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3600),
     pytest.mark.optional,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {' '.join(MISSING)}"),
 ]

@@ -18,7 +18,7 @@ from tridock.train.huggingface.export import export
 pytest.importorskip("safetensors")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 CORE = {"engine": "megatron-core", STRATEGY: "ddp", "model.make_vocab_size_divisible_by": 9}
 SP = "parallel.sequence_parallel"

@@ -28,7 +28,7 @@ from tridock.train.pretrained import pretrained_weights
 
 pytest.importorskip("safetensors")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 LAST = 3
 FIELDS: dict[str, Any] = {

@@ -29,9 +29,9 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(14400)
 @pytest.mark.parametrize("points", [3, pytest.param(200, marks=pytest.mark.full)])
-@pytest.mark.parametrize("engine", thinned(ENGINES, ("ddp", "zero2", "fsdp", "megatron-core")))
+@pytest.mark.parametrize("engine", thinned(ENGINES, ("fsdp", "megatron-core")))
 def test_a_kill_at_any_point_of_a_save_changes_no_loss(
     tmp_path: Path, workspace: Path, engine: str, points: int
 ) -> None:

@@ -15,7 +15,7 @@ from tests.distributed.ranks import thinned
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("third", thinned([0, 1, 2], [0]))

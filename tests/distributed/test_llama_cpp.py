@@ -30,7 +30,7 @@ MISSING += [] if LLAMA_CPP else ["TRIDOCK_LLAMA_CPP"]
 pytestmark = [
     pytest.mark.full,
     pytest.mark.optional,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {' '.join(MISSING)}"),
 ]
 TOKENS = 512

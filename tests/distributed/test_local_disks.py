@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.disks import run_on
-from tests.distributed.ranks import Started, losses, make_data, make_run, read_lines
+from tests.distributed.ranks import Started, losses, make_data, make_run, read_lines, thinned
 from tridock.contracts.checkpoint_files import is_complete
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 CORE = {"engine": "megatron-core", "parallel.strategy": "ddp"}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -27,10 +27,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "megatron-core-pipeline": CORE | {"parallel.pipeline_model_parallel_size": 2},
     "megatron-core-optimizer": CORE | {"parallel.use_distributed_optimizer": True},
 }
+SOME = ("zero3", "fsdp", "tensor", "megatron-core")
 PROGRAM = {"megatron-core": "tridock.train.megatron_core.pretrain_gpt"}
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=thinned(ENGINES, SOME))
 def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
     return ENGINES[request.param]
 

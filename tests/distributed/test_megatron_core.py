@@ -54,7 +54,7 @@ from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment, load_experiment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +369,7 @@ def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path) ->
     assert list((folder / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize(("twin", "ranks"), [("tiny-7.5b", 4), ("tiny-76b", 6)])
+@pytest.mark.parametrize(("twin", "ranks"), [("tiny-7.5b", 4), pytest.param("tiny-76b", 6, marks=pytest.mark.full)])
 def test_the_tiny_twins_of_jean_zay_train(workspace: Path, twin: str, ranks: int) -> None:
     """As they are shipped, for two steps."""
     shorter = ["train.train_iters=2", "train.eval_interval=0", "optimizer.lr_warmup_iters=1", "train.save=false"]

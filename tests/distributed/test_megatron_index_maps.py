@@ -21,7 +21,7 @@ from tridock.engines import rank_program
 from tridock.engines.megatron_lm.program import INDEX_MAPS, index_map_arguments
 from tridock.experiment import dump_experiment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 DATA = "data/demo"
 SHORT = {"train.train_iters": 3, "train.eval_interval": 2, WARMUP: 1}

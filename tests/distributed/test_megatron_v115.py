@@ -22,7 +22,7 @@ from tridock.experiment import Experiment, dump_experiment
 from tridock.layout.shape import LayoutShape
 from tridock.plan.memory import memory_of_stage
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 PATIENCE = 600.0
 ITERATIONS = 20
@@ -328,7 +328,7 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, sourc
     disturbed.live_through(start, "*zero_pp_rank_1*", 1)
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(14400)
 @pytest.mark.parametrize("points", [2, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("layout", ["zero1", pytest.param("ddp", marks=pytest.mark.full)])
 def test_a_kill_at_any_point_of_a_save_changes_no_loss(workspace: Path, source: Path, layout: str, points: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.ranks import losses, make_data, make_run, run, run_several
+from tests.distributed.ranks import asked_for, losses, make_data, make_run, run, run_several, thinned
 from tridock.train.checkpoints.zero_reshard import gather_slice, parameter_partitions
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 LENGTH = {
     "train.train_iters": 12,
@@ -30,19 +30,21 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero3-bf16": {"parallel.strategy": "zero", "parallel.zero_stage": 3, "precision": "bf16"},
 }
 WORLDS = (1, 2, 3)
+SOME = ("ddp", "zero1", "zero2", "zero3-bf16")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]:
     """Runs by the number of ranks that continued at iteration 6; the first run starts and finishes with 2."""
     workspace = tmp_path_factory.mktemp("workspace")
     make_data(workspace)
-    calm = {name: make_run(workspace, f"calm-{name}", 2, **LENGTH, **fields) for name, fields in STRATEGIES.items()}
+    strategies = asked_for(request, STRATEGIES, SOME)
+    calm = {name: make_run(workspace, f"calm-{name}", 2, **LENGTH, **fields) for name, fields in strategies.items()}
     run_several(list(calm.values()), 2)
     found = {0: calm}
     for world_size in WORLDS:
         found[world_size] = {}
-        for name in STRATEGIES:
+        for name in strategies:
             load = {"train.load": f"runs/{calm[name].name}/checkpoints/iter_0000006"}
             fields = {**LENGTH, **STRATEGIES[name], **load}
             found[world_size][name] = make_run(workspace, f"on-{world_size}-{name}", world_size, **fields)
@@ -51,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, SOME))
 def test_losses_continue(runs: dict[int, dict[str, Path]], strategy: str, world_size: int) -> None:
     calm = {place: loss for place, loss in losses(runs[0][strategy]).items() if place[0] > 6}
     continued = losses(runs[world_size][strategy])

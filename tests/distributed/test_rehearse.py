@@ -17,7 +17,7 @@ from tridock.data.corpus import prepare_demo
 from tridock.experiment import load_experiment
 from tridock.node.agent.processes import find_processes
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_a_program_of_ones_own(tmp_path: Path) -> None:
     assert find_processes(run.name) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_ctrl_c_ends_everything(demo: Path, number: signal.Signals) -> None:
     runs = demo / "runs"
     before = set(runs.glob("*"))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.ranks import ROOT, make_data, make_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 
 def tridock(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

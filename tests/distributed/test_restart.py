@@ -31,7 +31,7 @@ from tridock.contracts import environment, heartbeat
 from tridock.data.corpus import prepare_demo
 from tridock.node.agent.processes import find_processes
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 ITERATIONS, INTERVAL = 240, 40
 LENGTH = {

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.ranks import asked_for, losses, make_run, metrics, run_several, thinned
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 TOLERANCE = 1e-5
 """Absolute, over 20 steps in fp32: sums come in another order, nothing else differs."""

@@ -20,7 +20,7 @@ from tridock.layout.traffic import all_gather, all_reduce
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 SMALL = 16  # bytes: norms, losses, counts and flags, of which the plan knows nothing

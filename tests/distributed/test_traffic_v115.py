@@ -18,7 +18,7 @@ from tridock.experiment import dump_experiment
 from tridock.layout.shape import LayoutShape
 from tridock.layout.traffic import all_gather, all_reduce
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 TOKENS = 500
 AGAIN = {"model.checkpoint_activations": True, "model.partition_activations": True, "model.checkpoint_num_layers": 2}

@@ -12,7 +12,7 @@ import pytest
 
 from tridock.data.corpus import prepare_demo
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 CHANGES = {

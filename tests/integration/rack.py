@@ -113,8 +113,8 @@ class RackHost:
     def processes(self, run_id: str, containing: str = "") -> list[int]:
         """The processes of a run, as this host sees them."""
         script = """
-            for process in /proc/[0-9]*; do
-                grep -qzsx "TRIDOCK_RUN_ID=$1" "$process/environ" || continue
+            for environ in $(grep -lzsx "TRIDOCK_RUN_ID=$1" /proc/[0-9]*/environ); do
+                process=${environ%/environ}
                 [ -z "$2" ] || tr '\\0' ' ' 2>/dev/null <"$process/cmdline" | grep -qE -- "$2" || continue
                 [ "$(awk '{print $3}' "$process/stat" 2>/dev/null)" = Z ] || echo "${process#/proc/}"
             done"""
@@ -190,7 +190,7 @@ class Rack:
         return folder
 
     def fab(
-        self, task: str, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}", timeout: float = 280, **environment: str
+        self, task: str, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}", timeout: float = 1500, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         argv = [str(PROGRAMS / "fab"), task, *(["--hosts", hosts] if hosts else []), *arguments]
         return execute(*argv, cwd=self.project, env=self.environment(**environment), timeout=timeout)
@@ -346,7 +346,7 @@ class Up:
 def rack_up(rack: Rack) -> Up:
     """The rack with its nodes up: the image travels once for all tests."""
     started = time.monotonic()
-    done = rack.fab("up", timeout=600)
+    done = rack.fab("up", timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     brought = rack.fab("data", "--path", "data/tiny")
     assert brought.returncode == 0, brought.stderr

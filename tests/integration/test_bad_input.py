@@ -15,7 +15,7 @@ import pytest
 from tests.integration.rack import CLUSTER, USER, Rack, Up
 from tests.integration.support import execute, succeed, wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 RACK = f"hostfiles/{CLUSTER}"
 TINY = ("--config", "configs/tiny.yaml")

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.rack import SHARED, UID, USER, Rack
 from tests.integration.support import execute, wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 NAME = "sync"
 HOSTS = f"hostfiles/{NAME}"
@@ -95,7 +95,7 @@ def test_every_host_that_lacks_it_gets_it_and_the_others_nothing(rack: Rack, dat
     assert digests(rack, "host-b") == expected(data)
 
 
-@pytest.mark.parametrize("df", ["the disk's", "a wrong one"])
+@pytest.mark.parametrize("df", ["the disk's", pytest.param("a wrong one", marks=pytest.mark.full)])
 def test_a_host_without_room_is_named_and_the_other_gets_it(rack: Rack, data: Path, df: str) -> None:
     """A quota, or another writer, takes away what df promises."""
     (rack.project / "data" / "full").mkdir(exist_ok=True)

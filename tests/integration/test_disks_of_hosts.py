@@ -13,7 +13,7 @@ from tests.integration.rack import CLUSTER, PROGRAMS, USER, Rack, Up, write_data
 from tests.integration.rack_runs import RUNS, metrics, run_id_of, state_of, tiny
 from tests.integration.support import execute, wait_until
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(2400)
 
 
 def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack_up: Up) -> None:
@@ -31,7 +31,7 @@ def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack
     tridock, hosts = str(PROGRAMS / "tridock"), ("--hosts", f"hostfiles/{CLUSTER}")
 
     def use(*argv: str) -> subprocess.CompletedProcess[str]:
-        return execute(tridock, *argv, cwd=rack.project, env=rack.environment(), timeout=200)
+        return execute(tridock, *argv, cwd=rack.project, env=rack.environment(), timeout=1500)
 
     done = use("export", f"runs/{run_id}", "--output", "from-local-disks")
     assert (done.returncode, done.stderr) == (
@@ -93,7 +93,7 @@ def test_an_active_run_is_exported_from_its_newest_whole_checkpoint(rack_up: Up)
     wait_until(lambda: all(host.execute(saved).returncode == 0 for host in rack), "it has saved", 240)
     try:
         argv = (str(PROGRAMS / "tridock"), "export", "--hosts", f"hostfiles/{CLUSTER}", run_id, "-o", "from-active")
-        done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=200)
+        done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=1500)
         assert done.returncode == 0, done.stderr
         assert state_of(rack, run_id) == "running"
     finally:
@@ -119,7 +119,7 @@ def test_a_run_goes_on_where_none_of_its_files_are(rack_up: Up) -> None:
     sync = f"tridock data sync --hosts hostfiles/{CLUSTER} --path runs/{run_id}"
     assert (refused.returncode, refused.stderr.endswith(f"; then {sync}\n")) == (2, True), refused.stderr
     argv = (str(PROGRAMS / "tridock"), *sync.split()[1:], "--include", "host-b")
-    done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=200)
+    done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=1500)
     assert done.returncode == 0, done.stderr
     done = rack.fab(*resume, "--run-id-file", "second", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -170,6 +170,7 @@ def went_on(events: Callable[[str], list[dict[str, object]]]) -> dict[str, objec
     return moved
 
 
+@pytest.mark.full  # tests/distributed/test_blends.py; a data set on hosts: test_data_on_hosts.py
 def test_a_blend_is_checked_on_each_host_brought_there_and_goes_on(rack_up: Up) -> None:
     rack = rack_up.rack
     write_data(rack.project / "data" / "more")

@@ -35,7 +35,7 @@ from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.image.ensure import prune
 from tridock.ops.runs.provenance import operator
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 # ---- up ------------------------------------------------------------------------------------------
 
@@ -394,7 +394,7 @@ def test_logs_come_back_to_the_run_and_end_with_its_exit_code(paused: PausedRun)
     with paused.rack.attached("logs") as terminal:
         wait_until(lambda: "iteration" in terminal.text(), "the output comes")
         paused.release()
-        assert terminal.process.wait(timeout=200) == 0, terminal.text()
+        assert terminal.process.wait(timeout=1500) == 0, terminal.text()
     losses = [entry for entry in metrics(paused.rack, paused.run_id) if "split" not in entry]
     assert len(losses) == 160
     assert state_of(paused.rack, paused.run_id) == "done"

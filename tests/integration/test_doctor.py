@@ -32,7 +32,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 """
 
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("rack_up")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("rack_up")]
 
 
 def checked(rack: Rack, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}") -> tuple[int, dict[str, Any]]:

@@ -27,7 +27,7 @@ from tests.integration.support import execute, pause, succeed, wait_until
 from tridock.cli import fab, main
 from tridock.contracts import heartbeat
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 # Faults that ranks on one machine show too (tests/distributed: run_supervisor, restart, triage).
 also_on_one_machine = pytest.mark.full
 

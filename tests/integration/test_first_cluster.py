@@ -13,7 +13,7 @@ from tests.integration.rack import CLUSTER, PROGRAMS, Up
 from tests.integration.rack_runs import RUNS, run_id_of
 from tests.integration.support import execute, wait_until
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(2400)
 PAGE = "docs/first-cluster.md"
 
 

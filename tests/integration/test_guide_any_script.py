@@ -16,7 +16,7 @@ from tests.integration.test_programs import NODES, Twin
 from tests.integration.test_wrapped_image import BASE
 from tridock.yaml_text import parse_yaml
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]  # tests/unit/test_docs_commands.py reads and previews them
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.full]  # tests/unit/test_docs_commands.py reads and previews them
 
 PAGE = "docs/guides/any-script.md"
 TRAIN = """

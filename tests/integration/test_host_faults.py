@@ -23,7 +23,7 @@ from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.nodes import containers
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 SLEEP = ("--", "sleep", "1000")
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
@@ -87,7 +87,7 @@ def one_host(rack: Rack) -> dict[str, object]:
 
 def in_clone(rack: Rack, clone: Path, task: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [str(PROGRAMS / "fab"), task, "--hosts", f"hostfiles/{CLUSTER}", *arguments]
-    return execute(*argv, cwd=clone, env=rack.environment(PYTHONPATH=str(clone)), timeout=280)
+    return execute(*argv, cwd=clone, env=rack.environment(PYTHONPATH=str(clone)), timeout=1500)
 
 
 def ids(rack: Rack) -> list[str]:

@@ -21,7 +21,7 @@ from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.image.ensure import ensure_image, verify, wanted_image
 from tridock.remote.ssh import SshHost
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 MEGABYTES = 40
 CLUSTER = "pulls"

@@ -15,7 +15,7 @@ from tests.integration.rack import USER, Rack
 from tests.integration.support import execute
 from tests.megatron_source import pristine_source
 
-pytestmark = [pytest.mark.optional, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.optional, pytest.mark.timeout(2400)]
 
 SPREAD = "configs/megatron/tiny-345m-3d.yaml"
 

@@ -17,7 +17,7 @@ from tests.integration.rack import TINY, write_data
 from tests.integration.support import pause, succeed, wait_until
 from tests.integration.test_faults import Run, Twin
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 HEAD, OTHER, SPARE = "node-1", "node-2", "node-3"
 LENGTH = {"train.train_iters": 240, "train.save": True, "train.save_interval": 20}

@@ -14,7 +14,7 @@ from tests.integration.test_programs import NODES, Twin
 from tests.integration.test_wrapped_image import BASE
 
 # tests/unit/launchers/test_programs.py has its command lines.
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.full]
 
 PACKAGES = "openmpi-bin python3-mpi4py"
 RING = ("mpirun", "--oversubscribe", "python3", "-m", "mpi4py.bench", "ringtest", "-n", "8")

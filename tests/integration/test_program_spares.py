@@ -14,7 +14,7 @@ import yaml
 from tests.integration.support import ROOT, own_name, succeed, wait_until
 from tests.integration.test_wrapped_image import image, tridock  # noqa: F401  (a fixture)
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]  # test_moved_runs.py has a spare, test_run.py a program
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]  # test_moved_runs.py has a spare, test_run.py a program
 
 CONFIG = {
     "name": "mine",
@@ -47,7 +47,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(image: str, tmp_path: Path) -> N
         containers = succeed("docker", "ps", "--format", "{{.Names}}", "--filter", f"name={name}").split()
         (lost,) = (it for it in containers if re.search(r"node-2(-\d+)?$", it))
         succeed("docker", "kill", lost)
-        assert process.wait(timeout=240) == 0, printed()
+        assert process.wait(timeout=1500) == 0, printed()
         assert "tridock: node-3 takes the place of node-2\n" in printed()
         assert {
             "node-1: again: rank 0 of 2 on node-1: hello",

@@ -20,7 +20,7 @@ from tests.integration.twin import NODES, Twin, two_nodes
 
 SOURCES = os.environ.get("TRIDOCK_PROGRAMS")
 pytestmark = [
-    pytest.mark.timeout(3900),
+    pytest.mark.timeout(7800),
     pytest.mark.optional,
     pytest.mark.skipif(SOURCES is None, reason="TRIDOCK_PROGRAMS names no folder with programs"),
 ]

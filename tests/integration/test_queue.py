@@ -50,6 +50,7 @@ def order(twin: Twin) -> str:
     return path.read_text().replace("\n", "") if path.exists() else ""
 
 
+@pytest.mark.full  # test_queue_over_ssh.py; tests/unit/node/test_queue.py
 def test_five_runs_and_a_head_that_is_killed_between_two(twin: Twin) -> None:
     both = {"node-1": [0], "node-2": [0]}
     runs = [a_run(twin, name, both if name[0] != "d" else {"node-1": [1]}) for name in NAMES]

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.rack import CLUSTER, Rack, Up
 from tests.integration.support import wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 HOSTS = f"--hosts hostfiles/{CLUSTER}"
 LINES = "for i in 1 2 3; do echo iteration=$i loss=$((9 - i)).5; done; sleep 1000"

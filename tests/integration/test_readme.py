@@ -16,7 +16,7 @@ from tests.integration.rack import copy_tree
 from tests.integration.support import ROOT, SESSION, execute, give, own_name, succeed
 from tests.integration.test_wheel import PROXIES
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(3000)
 
 UID = 1000
 SOCKET = Path("/var/run/docker.sock")

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.integration.support import wait_until
 from tests.integration.twin import NODES, Twin, two_nodes
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(3600)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>"
@@ -133,6 +133,7 @@ def test_a_killed_rank_is_named_and_stop_leaves_nothing(twin: Twin) -> None:
     wait_until(lambda: twin.processes(run_id) == "", "nothing is left", 60)
 
 
+@pytest.mark.full  # tests/distributed/test_pretrained.py
 def test_pretraining_continues_from_a_folder_of_transformers(twin: Twin) -> None:
     folder = twin.folder / "continue-pretraining"
     assert twin.alone("init", "--recipe", folder.name).returncode == 0

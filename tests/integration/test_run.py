@@ -12,7 +12,7 @@ import pytest
 from tests.integration.rack import CLUSTER, PROGRAMS, WORKDIR, Rack, Up
 from tests.integration.support import execute, wait_until
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 RUNS = f"{WORKDIR}/workspace/runs"
 PROGRAM = """
@@ -47,7 +47,7 @@ def run(rack: Rack, code: Path, line: str) -> tuple[int, str, str]:
     """`tridock run` with these arguments: its exit code, its output, and the run's id."""
     argv = [str(PROGRAMS / "python"), "-m", "tridock.cli", "run", "--hosts", f"hostfiles/{CLUSTER}"]
     argv += ["--workdir", str(code), *shlex.split(line)]
-    done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=280)
+    done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=1500)
     output = done.stdout + done.stderr
     found = re.search(r"^run (main-\S+): ", output, re.MULTILINE)
     assert found, output

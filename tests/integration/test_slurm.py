@@ -12,7 +12,7 @@ import pytest
 from tests.integration.slurm_cluster import SHARED, Job, SlurmCluster
 from tests.integration.support import execute, succeed
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 TWO = ("--nodes", "2")
 CORE = (
@@ -147,6 +147,7 @@ def test_an_allocation_starts_a_run_at_once(slurm_cluster: SlurmCluster) -> None
     assert slurm_cluster.execute("squeue --noheader").stdout == ""
 
 
+@pytest.mark.full  # `submit` gives the same script to sbatch
 def test_a_script_that_a_person_gives_to_sbatch(slurm_cluster: SlurmCluster) -> None:
     slurm_cluster.succeed("tridock slurm render tiny.yaml --profile site.yaml --set name=byhand >byhand.sh")
     job_id = slurm_cluster.succeed("sbatch --parsable --wait byhand.sh").strip()
@@ -203,6 +204,7 @@ def test_a_rank_that_dies_on_another_node_is_named_and_the_run_continues(slurm_c
     assert slurm_cluster.lines(job, "metrics.jsonl")[-1]["iteration"] == 600
 
 
+@pytest.mark.full  # tests/distributed/test_checkpoints.py: a scheduler's signal; tests/unit/ops/slurm/test_supervise.py
 def test_a_run_whose_time_is_over_saves_is_queued_again_and_continues(slurm_cluster: SlurmCluster) -> None:
     # Slurm counts in minutes, and its word may come one early.
     job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=slow", "--time", "2", "--signal-lead", "30")
@@ -232,7 +234,8 @@ def test_a_run_whose_time_is_over_saves_is_queued_again_and_continues(slurm_clus
     assert slurm_cluster.events(job, "job_not_requeued")[-1]["reason"] == "Slurm is ending the job (completing)"
 
 
-@pytest.mark.parametrize("given_up_by", ["tridock", pytest.param("slurm", marks=pytest.mark.full)])
+@pytest.mark.full  # a lost node: test_faults.py; a job that is queued again: the one above
+@pytest.mark.parametrize("given_up_by", ["tridock", "slurm"])
 def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(
     slurm_cluster: SlurmCluster, given_up_by: str
 ) -> None:
@@ -302,6 +305,7 @@ def run_program(cluster: SlurmCluster, options: str, command: str) -> Job:
     return Job(found[1], found[3])
 
 
+@pytest.mark.full  # a run whose time is over, above; a program's resume command: test_run.py
 def test_a_program_of_ones_own_is_stopped_in_time_requeued_and_continues(program: SlurmCluster) -> None:
     job = run_program(program, "--resume-command 'torchrun train.py 100000 --resume'", "torchrun train.py 100000")
     program.until(lambda: len(program.losses(job)) > 20, "the program trains", job)

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.clone import Clone, a_clone
 from tests.integration.support import execute, succeed
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(2400)
 
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 

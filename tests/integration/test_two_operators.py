@@ -15,7 +15,7 @@ from tests.integration.rack import CLUSTER, PROGRAMS, UID, WORKDIR, Rack, Up
 from tests.integration.rack_runs import RUNS, SLEEP, run_id_of, sleeping, state_of
 from tests.integration.support import execute, wait_until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 NODE = f"tridock-{CLUSTER}"
 HOSTS = ("host-a", "host-b")

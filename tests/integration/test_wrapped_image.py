@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.support import ROOT, execute, own_name, succeed
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 BASE = "debian:bookworm-slim"
 # An image with a user of its own, whose home holds the programs and is closed to others.

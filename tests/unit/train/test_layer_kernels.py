@@ -72,12 +72,16 @@ def moved(experiment: Experiment) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"parallel.strategy": "fsdp"}, id="fsdp"),
+        pytest.param({"parallel.strategy": "fsdp"}, id="fsdp", marks=pytest.mark.full),
         pytest.param({"parallel.strategy": "ddp"}, id="ddp, autocast"),
-        pytest.param({**_LLAMA, "parallel.strategy": "fsdp"}, id="fsdp, rope and SwiGLU"),
+        pytest.param({**_LLAMA, "parallel.strategy": "fsdp"}, id="fsdp, rope and SwiGLU", marks=pytest.mark.full),
         pytest.param({**_LLAMA, "parallel.strategy": "fsdp", "model.num_query_groups": 2}, id="fsdp, grouped queries"),
-        pytest.param({**_LLAMA, "parallel.strategy": "fsdp", "model.rotary_percent": 0.5}, id="fsdp, half rotated"),
-        pytest.param({**_LLAMA, "parallel.strategy": "ddp"}, id="ddp, rope and SwiGLU"),
+        pytest.param(
+            {**_LLAMA, "parallel.strategy": "fsdp", "model.rotary_percent": 0.5},
+            id="fsdp, half rotated",
+            marks=pytest.mark.full,
+        ),
+        pytest.param({**_LLAMA, "parallel.strategy": "ddp"}, id="ddp, rope and SwiGLU", marks=pytest.mark.full),
     ],
 )
 def test_a_layer_moves_what_the_planner_counts(fields: dict[str, Any]) -> None:

@@ -37,4 +37,7 @@ compile torch-cuda.txt torch.txt --constraint train-cpu.txt "$@"
 compile uv.txt uv.in "$@"
 # What recipes with others' programs install beside an image's torch, NumPy and DeepSpeed.
 printf 'torch\nnumpy\n' >excluded.in
-compile ../configs/recipes/requirements.txt ../configs/recipes/requirements.in "${without_torch[@]}" "$@"
+compile ../configs/recipes/sft/requirements.txt ../configs/recipes/requirements.in "${without_torch[@]}" "$@"
+for recipe in dpo lora; do
+    cp ../configs/recipes/sft/requirements.txt "../configs/recipes/$recipe/requirements.txt"
+done

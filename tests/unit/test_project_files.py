@@ -15,7 +15,7 @@ from tridock.cluster.settings import load_cluster
 from tridock.cluster.transports import HostFacts, transport_of
 from tridock.experiment.load import load_command
 from tridock.ops import project
-from tridock.project_files import ROOT, project_file
+from tridock.project_files import ROOT, project_file, starter_files
 
 FACTS = HostFacts(uid=1000, gid=100, home="/home/ada", gpus=0, infiniband=False)
 
@@ -122,6 +122,18 @@ def test_every_recipe_is_listed_and_copied(empty: Path, capsys: pytest.CaptureFi
                 assert main(["run", "--dry-run", "--hosts", "hostfiles/twin", "--config", str(config)]) == 0
                 assert experiment.command[-1] in capsys.readouterr().out
     assert not any(path.is_symlink() for path in empty.rglob("*"))
+
+
+def test_files_that_recipes_share_are_whole_copies() -> None:
+    """Not links: a download as ZIP and git with core.symlinks=false make files of them that hold the other's path."""
+    assert not [path for path in starter_files().values() if path.is_symlink()]
+    folder = ROOT / "configs/recipes"
+    requirements = [path.read_bytes() for path in folder.glob("*/requirements.txt")]
+    assert len(requirements) == 3
+    assert len(set(requirements)) == 1
+    assert b"\ntrl==" in requirements[0]
+    for name, other in (("fsdp2.json", "dpo"), ("zero3.json", "llama-factory")):
+        assert json.loads((folder / other / name).read_bytes()) == json.loads((folder / "sft" / name).read_bytes())
 
 
 def test_a_recipe_that_does_not_exist(empty: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,6 +172,7 @@ bench-planner: .venv/.full ## Compare the planner's times with published ones (B
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS   more arguments for pytest, as TESTS='-k hostfile -x'
 # SELECT  the markers that decide which tests run
+# PART    which part of the test files to run, as PART=2/4: a part of each suite
 TESTS ?=
 SELECT ?= not full
 CORES ?= $(shell nproc)
@@ -196,7 +197,7 @@ PROCESS_TESTS = tests/shell tests/unit/trackers \
 # What TESTS or SELECT selects may all be in the other half.
 OR_NONE = || [[ $$? == 5 ]]
 # Tests that call make themselves do not share the jobs of this one.
-PYTEST = env -u MAKEFLAGS -u MFLAGS pytest -m '$(SELECT)' --junitxml=.cache/tests/$(@:test-%=%).xml
+PYTEST = env -u MAKEFLAGS -u MFLAGS pytest -m '$(SELECT)' $(if $(PART),--part $(PART)) --junitxml=.cache/tests/$(@:test-%=%).xml
 
 .PHONY: lint
 lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
@@ -214,7 +215,7 @@ test: .venv/.full .venv/.trackers ## All tests but the full matrices (those with
 	@python tools/test_verdict.py .cache/tests unit-torch unit-others processes distributed integration
 
 .PHONY: test-full
-test-full: ## All tests, the full matrices too
+test-full: ## All tests, the full matrices too; in parts with PART=1/4 and so on
 	@$(MAKE) --no-print-directory test SELECT=
 
 .PHONY: test-unit

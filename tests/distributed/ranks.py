@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,11 +206,6 @@ class Trained:
             run_several(list(batch[1].values()), batch[0])
             self.folders |= batch[1]
         return self.folders[name]
-
-
-def thinned(cases: Iterable[str], chosen: Container[str]) -> list[Any]:
-    """Parameters of a test: the chosen cases always, the others in `make test-full`."""
-    return [case if case in chosen else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 def asked_for(request: pytest.FixtureRequest, cases: Mapping[str, Any], chosen: Container[str]) -> dict[str, Any]:

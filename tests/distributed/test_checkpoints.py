@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases import thinned
 from tests.distributed import fork_server
 from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
 from tests.distributed.ranks import PATIENCE, Started, events, make_run, metrics, rank_environment, run
@@ -40,7 +41,7 @@ ENGINES: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", thinned(ENGINES, ("zero2", "fsdp", "megatron-core")))
 def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, engine: str) -> None:
     module, imports, victim, writer, own = ENGINES[engine]
 
@@ -214,7 +215,7 @@ def everything_of(run: Training) -> list[int]:
     ("number", "whom"),
     [
         (signal.SIGUSR1, "all"),
-        (signal.SIGTERM, "train"),
+        pytest.param(signal.SIGTERM, "train", marks=pytest.mark.full),
         pytest.param(signal.SIGUSR1, "train", marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, "all", marks=pytest.mark.full),
     ],

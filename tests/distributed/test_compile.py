@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import Started, asked_for, events, losses, make_run, metrics, run, thinned
+from tests.cases import thinned
+from tests.distributed.ranks import Started, asked_for, events, losses, make_run, metrics, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

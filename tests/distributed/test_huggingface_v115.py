@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.ranks import Started, events, losses, thinned
+from tests.cases import thinned
+from tests.distributed.ranks import Started, events, losses
 from tests.distributed.test_megatron_v115 import LAYOUTS, PATIENCE, WARMUP, experiment
 from tests.exact_logits import exact_logits
 from tests.experiments import make_plan

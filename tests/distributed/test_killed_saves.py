@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.cases import thinned
 from tests.distributed.kills import survive
-from tests.distributed.ranks import Started, make_run, thinned
+from tests.distributed.ranks import Started, make_run
 
 pytestmark = pytest.mark.distributed
 

@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
+from tests.cases import thinned
 from tests.distributed import legality
 from tests.distributed.legality import Case, agree, chosen, reasons_in
-from tests.distributed.ranks import thinned
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", exc_type=ImportError)

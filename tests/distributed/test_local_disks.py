@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.cases import thinned
 from tests.distributed.disks import run_on
-from tests.distributed.ranks import Started, losses, make_data, make_run, read_lines, thinned
+from tests.distributed.ranks import Started, losses, make_data, make_run, read_lines
 from tridock.contracts.checkpoint_files import is_complete
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
@@ -27,7 +28,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "megatron-core-pipeline": CORE | {"parallel.pipeline_model_parallel_size": 2},
     "megatron-core-optimizer": CORE | {"parallel.use_distributed_optimizer": True},
 }
-SOME = ("zero3", "fsdp", "tensor", "megatron-core")
+SOME = ("zero3", "fsdp", "megatron-core")
 PROGRAM = {"megatron-core": "tridock.train.megatron_core.pretrain_gpt"}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import thinned
 from tests.distributed.megatron_core_runs import (
     CHANGED,
     CONTINUED,
@@ -47,7 +48,6 @@ from tests.distributed.ranks import (
     losses,
     metrics,
     run_several,
-    thinned,
 )
 from tests.experiments import make_plan
 from tridock.data.corpus import prepare_demo

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.ranks import VOCABULARY, Started, asked_for, losses, make_run, thinned
+from tests.cases import thinned
+from tests.distributed.ranks import VOCABULARY, Started, asked_for, losses, make_run
 from tests.distributed.test_huggingface import CORE, STILL, exported, weights
 from tests.distributed.test_shared_models import LLAMA, PP, STRATEGY, TP
 from tests.exact_logits import exact_logits

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.ranks import ROOT, Trained, events, losses, metrics, run, thinned
+from tests.cases import thinned
+from tests.distributed.ranks import ROOT, Trained, events, losses, metrics, run
 from tridock.experiment import dump_experiment, load_experiment
 from tridock.report.summary import rows_of, summarize
 

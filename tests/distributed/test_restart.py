@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import thinned
 from tests.distributed.ranks import (
     PATIENCE,
     ROOT,
@@ -24,7 +25,6 @@ from tests.distributed.ranks import (
     make_run,
     rank_environment,
     read_lines,
-    thinned,
 )
 from tests.megatron_source import patched_source
 from tridock.contracts import environment, heartbeat

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.ranks import VOCABULARY, Started, asked_for, make_run, run_several, thinned
+from tests.cases import thinned
+from tests.distributed.ranks import VOCABULARY, Started, asked_for, make_run, run_several
 from tests.distributed.test_huggingface import CORE, PP, SP, STILL, STRATEGY, TP, VPP
 from tridock.experiment import load_experiment
 from tridock.experiment.transformers_config import config_of

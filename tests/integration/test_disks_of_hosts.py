@@ -102,6 +102,7 @@ def test_an_active_run_is_exported_from_its_newest_whole_checkpoint(rack_up: Up)
     assert len([*(rack.project / f"runs/{run_id}/checkpoints").iterdir()]) == 1
 
 
+@pytest.mark.full  # tests/distributed/test_local_disks.py: other nodes
 def test_a_run_goes_on_where_none_of_its_files_are(rack_up: Up) -> None:
     """The commands that are refused say what to do next."""
     rack = rack_up.rack

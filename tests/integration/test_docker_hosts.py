@@ -429,6 +429,7 @@ def test_a_node_that_is_gone_shows_in_status_and_a_launch_brings_it_back(rack_up
     assert (rack.project / "runs" / run_id / "logs" / "rank-0.log").exists()
 
 
+@pytest.mark.full  # the one above stops one too
 def test_a_run_is_stopped_and_looked_at_where_nodes_are_left(rack_up: Up) -> None:
     rack = rack_up.rack
     done = rack.fab(*sleeping("torn"), *SLEEP)

@@ -426,6 +426,7 @@ def test_a_node_that_is_killed(twin: Twin) -> None:
         assert run.is_gone(HEAD)
 
 
+@pytest.mark.full  # a head that is lost: the last test
 def test_a_head_that_is_killed_while_it_is_followed(twin: Twin) -> None:
     twin.clone.succeed("fab up --hosts hostfiles/twin")
     with twin.launched() as run:

@@ -277,6 +277,7 @@ def test_a_run_outlives_a_docker_engine_that_is_restarted(hosts: Rack) -> None:
 # ---- engines -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # tests/unit/ops/test_facts.py: what it answers
 def test_an_engine_that_remaps_users_is_known_before_the_image_travels(hosts: Rack) -> None:
     host = hosts["host-b"]
     options = f"--data-root {SHARED}/remapped --exec-root /run/remapped --pidfile /run/remapped.pid"

@@ -71,13 +71,14 @@ def run_id_of(output: str) -> str:
     return found[1]
 
 
+@pytest.mark.full  # test_run.py: a smaller program; tests/distributed/test_reproduce.py
 @pytest.mark.parametrize(
     ("name", "file", "written"),
     [
         ("sft", "run.yaml", "model.safetensors"),
-        pytest.param("sft", "run-zero3.yaml", "model.safetensors", marks=pytest.mark.full),
-        pytest.param("lora", "run.yaml", "adapter_model.safetensors", marks=pytest.mark.full),
-        pytest.param("dpo", "run.yaml", "model.safetensors", marks=pytest.mark.full),
+        ("sft", "run-zero3.yaml", "model.safetensors"),
+        ("lora", "run.yaml", "adapter_model.safetensors"),
+        ("dpo", "run.yaml", "model.safetensors"),
     ],
 )
 def test_it_trains_and_gives_the_same_losses_again(twin: Twin, name: str, file: str, written: str) -> None:

@@ -70,6 +70,7 @@ def test_a_killed_rank_restarts_the_run_with_its_resume_command(rack_up: Up, cod
     assert (manifest["code"]["folder"], manifest["code"]["files"]) == (str(code), 2)
 
 
+@pytest.mark.full  # test_a_killed_rank_restarts_the_run_with_its_resume_command
 def test_a_stopped_program_continues_in_its_folder_with_its_resume_command(rack_up: Up, code: Path) -> None:
     rack = rack_up.rack
     line = "--resume-command 'torchrun main.py --resumed' --detach -- torchrun main.py --sleep"
@@ -162,6 +163,7 @@ def test_the_first_rank_that_fails_is_named(rack_up: Up, code: Path) -> None:
     assert [host.processes(run_id) for host in rack_up.rack] == [[], []]
 
 
+@pytest.mark.full  # test_docker_hosts.py stops a run
 def test_stop_ends_the_program_on_every_node(rack_up: Up, code: Path) -> None:
     rack = rack_up.rack
     exit_code, output, run_id = run(rack, code, "--detach -- python main.py --sleep")

@@ -175,6 +175,7 @@ def test_a_sweep_is_an_array(slurm_cluster: SlurmCluster) -> None:
 # ---- the end ----
 
 
+@pytest.mark.full  # tests/unit/ops/slurm/test_jobs.py
 def test_cancel_ends_a_run_and_saves_nothing(slurm_cluster: SlurmCluster) -> None:
     job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=cancelled", "--set", "train.save_interval=0")
     slurm_cluster.until(lambda: slurm_cluster.losses(job), "the run trains", job)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.integration.rack import TINY, write_data
 from tests.integration.support import Containers, execute
 from tridock.triage import diagnose
@@ -42,6 +44,7 @@ for batch in torch.utils.data.DataLoader(Data(), num_workers=1):
 """
 
 
+@pytest.mark.full  # tests/unit/ops/checks/test_limits.py
 def test_shared_memory_too_small(containers: Containers) -> None:
     """With Docker's option for it; a data loader's workers, as Megatron's, hand their samples over in there."""
     done = execute("docker", "run", "--rm", "--shm-size", "1m", containers.image, "python", "-c", LOADER)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.bounded import run_bounded
+from tests.cases import thinned
 from tests.fuzz import CASES, in_json
 from tests.unit.report.test_page import a_run
 from tridock.contracts import run_folder
@@ -146,7 +147,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("case", thinned(ODD, ("a loss of 400 digits", "nesting", "null", "control characters")))
 def test_one_odd_record_ends_no_reader(case: str, folder: Path) -> None:
     for name in ("metrics.jsonl", "events.jsonl"):
         with (folder / name).open("a") as file:
@@ -154,7 +155,7 @@ def test_one_odd_record_ends_no_reader(case: str, folder: Path) -> None:
     read_all(folder, COMMANDS[:3], ())
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", thinned(range(CASES), (1, 5)))
 def test_whatever_its_records_hold(seed: int, folder: Path) -> None:
     rng = random.Random(f"records {seed}")
     for name in rng.sample(RECORDS, rng.randint(1, 3)):
@@ -194,7 +195,7 @@ def test_what_is_no_file_ends_no_reader(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [("memory",), ("ranks", 0, "pp"), ("cost",), ("world_size",)])
-@pytest.mark.parametrize("odd", [None, [], "x", 10**15])
+@pytest.mark.parametrize("odd", thinned([None, [], "x", 10**15], (None, "x")))
 def test_an_odd_value_in_a_plan_ends_no_reader(place: tuple[Any, ...], odd: object, folder: Path) -> None:
     *places, last = place
     plan = json.loads((folder / "plan.json").read_text())

@@ -101,6 +101,7 @@ def rms_norm(x: Tensor, _: object, weight: Tensor, eps: float | None = None) -> 
     return whole.mul(inverse).type_as(x).mul(weight)
 
 
+@pytest.mark.full
 def test_norms_without_a_kernel() -> None:
     fields = {**_FIELDS, **_LLAMA, "parallel.strategy": "fsdp", "model.normalization": "RMSNorm"}
     experiment = with_fields(_BASE, fields)

@@ -192,7 +192,8 @@ PROCESS_TESTS = tests/shell tests/unit/trackers \
     processes queue rank_logs rank_output rank_starter runs spare_lock verbs)) \
     $(addsuffix .py,$(addprefix tests/unit/ops/test_,attached code facts keys local_run logs put_files rendezvous sync sync_command \
     track)) \
-    $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) tests/unit/ops/image/test_pull.py \
+    $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) \
+    tests/unit/ops/image/test_pull.py tests/unit/remote/test_clock.py \
     $(addsuffix .py,$(addprefix tests/unit/train/test_,nvme process_group signals))
 # What TESTS or SELECT selects may all be in the other half.
 OR_NONE = || [[ $$? == 5 ]]

@@ -113,14 +113,16 @@ def locked(folder: Path, name: str) -> Iterator[bool]:
             yield True
 
 
+_LOOK_S: Final = 0.1
+
+
 def wait_for_delivery(folder: Path, timeout_s: float) -> tuple[str, ...]:
     """Waits until the trackers of an ended run have ended; returns the names of those that have not."""
-    deadline = time.monotonic() + timeout_s
-    while busy := tuple(_busy(folder)):
-        if time.monotonic() >= deadline:
-            return busy
-        time.sleep(0.1)
-    return ()
+    for _ in range(round(timeout_s / _LOOK_S) + 1):  # not by the clock: this process may be stopped meanwhile
+        if not (busy := tuple(_busy(folder))):
+            break
+        time.sleep(_LOOK_S)
+    return busy
 
 
 def _busy(folder: Path) -> Iterator[str]:

@@ -13,7 +13,7 @@ from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.client import NodeClient
 from tridock.ops.rank_group import parse, reduce_command
 from tridock.ops.runs.this_machine import node_environment
-from tridock.remote import Completed
+from tridock.remote import Completed, clock
 from tridock.strict_yaml import MOST_BYTES
 
 LIMIT_S: Final = 120
@@ -27,7 +27,7 @@ def calibrate_here(ranks: int, port: int) -> Calibration:
     _, *arguments = reduce_command({"localhost": range(ranks)}, "127.0.0.1", port, LIMIT_S, _MODULE)
     argv = [sys.executable, *arguments]
     try:
-        done = subprocess.run(argv, env=node_environment(ranks), capture_output=True, check=False, timeout=LIMIT_S + 10)
+        done = clock.run(argv, LIMIT_S + _MARGIN_S, env=node_environment(ranks))
     except subprocess.TimeoutExpired:
         return _calibration(Completed(1, b"", b""), "this machine")
     return _calibration(Completed(done.returncode, done.stdout, done.stderr), "this machine")

@@ -1,7 +1,6 @@
 """Runs one action on many hosts in parallel: bounded concurrency, one outcome per host, every failure reported."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, Generic, TypeVar
 
 from tridock.errors import ClusterError, TridockError
+from tridock.remote import clock
 from tridock.remote.host import Host
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ def on_all(hosts: Mapping[str, Host], action: Callable[[str, Host], T], cap: int
             started.remove(name)
             outcomes[name] = outcome
     except BaseException:
-        limit = time.monotonic() + _ENDING_S
-        while started and time.monotonic() < limit:
+        limit = clock.now() + _ENDING_S
+        while started and clock.now() < limit:
             for name in started:
                 hosts[name].close()  # again: an action may have been between two commands
             with suppress(Empty):

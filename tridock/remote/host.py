@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Final, Self, TypeVar
 
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem, RequestError
+from tridock.remote import clock
 from tridock.remote import files as files_
 from tridock.remote.process import OverdueError, Process, Progress, Sink
 
@@ -41,7 +41,7 @@ class Stream:
 
     def part(self, timeout: float | None = None) -> bytes | None:
         """Returns the next part, None at the end. Raises what has ended it, and ``queue.Empty`` if none comes."""
-        part = self._parts.get(timeout=timeout)
+        part = clock.take(self._parts, timeout)
         if isinstance(part, BaseException):
             raise part
         return part
@@ -209,7 +209,7 @@ class Host(ABC):
             chunks = (command.stdin,) if command.stdin else ()
         with self.start(command, sink, timeout, has_input=chunks != ()) as process:
             # The time limit covers the command; connecting has its own.
-            deadline = None if timeout is None else time.monotonic() + timeout
+            deadline = None if timeout is None else clock.now() + timeout
             process.send(chunks, progress)
             try:
                 code = process.wait(deadline)

@@ -4,18 +4,18 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import IO, Final, Self
+
+from tridock.remote import clock
 
 Progress = Callable[[int], object]
 Sink = Callable[[bytes], object]
 
 _CHUNK: Final = 1 << 16
 _GRACE_S: Final = 2.0
-_TURN_S: Final = 0.1
 
 
 class OverdueError(Exception):
@@ -73,19 +73,19 @@ class Process:
     def wait(self, deadline: float | None = None) -> int:
         """Returns its exit code, 128 plus the signal's number as in a shell, once all output has reached the sink.
 
-        Raises :class:`OverdueError` after ``deadline``, a time of ``time.monotonic()``. Processes that it leaves in the
+        Raises :class:`OverdueError` after ``deadline``, a time of ``clock.now()``. Processes that it leaves in the
         background, and a command on a host whose ssh has ended, may hold the pipes open: the deadline covers them too,
         and nothing waits for them after :meth:`end`.
         """
         try:
-            self._popen.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            clock.wait(self._popen, deadline)
         except subprocess.TimeoutExpired:
             raise OverdueError from None
         for reader in self._readers:
             while reader.is_alive() and not self._is_ended:
-                if deadline is not None and time.monotonic() >= deadline:
+                if deadline is not None and clock.now() >= deadline:
                     raise OverdueError
-                reader.join(_TURN_S if deadline is None else min(_TURN_S, max(0.0, deadline - time.monotonic())))
+                reader.join(clock.turn(deadline))
         if self._sender is not None:
             self._sender.join()
         if self._failures:

@@ -24,6 +24,7 @@ from typing import Final
 from tridock.command import Command
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
+from tridock.remote import clock
 from tridock.remote.host import Host, shortened
 from tridock.remote.login_shell import Marks, script_line
 from tridock.remote.process import OverdueError, Process, Sink
@@ -110,11 +111,11 @@ class Login:
         """Returns what ssh makes of it, for messages. Raises :class:`ClusterError` where ssh takes too long to say."""
         argv = [self.argv()[0], "-G", *self.argv()[1:]]
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=_SHORT_S, check=False)
+            done = clock.run(argv, _SHORT_S)
         except subprocess.TimeoutExpired:
             got, todo = f"no answer within {_SHORT_S:g} s", "see what its `Match exec` runs"
             raise ClusterError(Problem(self.address, "ssh does not read its configuration", got, todo)) from None
-        return Target.parse(done.stdout, self.address)
+        return Target.parse(done.stdout.decode(errors="replace"), self.address)
 
 
 class SshHost(Host):
@@ -194,20 +195,19 @@ class SshHost(Host):
     def short(self, argv: list[str], seconds: float, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes] | None:
         """Runs ssh apart from the commands; returns None if it does not end within the time."""
         try:
-            return subprocess.run(
-                argv, input=stdin, capture_output=True, timeout=seconds, check=False, start_new_session=True
-            )
+            return clock.run(argv, seconds, stdin=stdin, start_new_session=True)
         except subprocess.TimeoutExpired:
             return None
 
     def _log_in_at_terminal(self) -> None:
         """Logs in once as the user would: ssh asks at the terminal for a password, a code, or a touch."""
-        with _TERMINAL, suppress(subprocess.TimeoutExpired):
-            # In this session: /dev/tty is where ssh asks. Its connection stays for the commands.
-            subprocess.run(
-                [*self._login.argv(), "exit"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                timeout=_TERMINAL_S, check=False,
-            )  # fmt: skip
+        # In this session: /dev/tty is where ssh asks. Its connection stays for the commands.
+        argv, none = [*self._login.argv(), "exit"], subprocess.DEVNULL
+        with _TERMINAL, subprocess.Popen(argv, stdin=none, stdout=none) as login:
+            try:
+                clock.wait(login, clock.now() + _TERMINAL_S)
+            except subprocess.TimeoutExpired:
+                login.kill()
 
     @contextmanager
     def forwarded(self, port: int) -> Iterator[int]:
@@ -276,13 +276,13 @@ class _SshProcess(Process):
 
     def begins(self, seconds: float) -> bool:
         """Waits until the command has begun; returns False if ssh ends before, or has not begun it within the time."""
-        deadline = time.monotonic() + seconds
+        deadline = clock.now() + seconds
         while not self._marks.begun.wait(0 if self.has_ended() else 0.02):
             if self.has_ended():
                 with suppress(OverdueError):
-                    super().wait(time.monotonic() + _SHORT_S)
+                    super().wait(clock.now() + _SHORT_S)
                 return self._marks.begun.is_set()
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 return False
         return True
 

@@ -16,7 +16,7 @@ from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.client import NODE, NodeClient
 from tridock.ops.hosts.facts import read_states
 from tridock.ops.hosts.hosts import Hosts
-from tridock.remote import Completed, Host
+from tridock.remote import Completed, Host, clock
 from tridock.remote.host import remedy_of
 
 _KEEPALIVE: Final = "timeout 60 sh -c 'read -r beat'"
@@ -75,7 +75,7 @@ class AttachedCommand:
     def line(self, timeout: float | None = None) -> str:
         """Returns the next line of output. Raises what has ended it, or :class:`ClusterError` if none comes in time."""
         try:
-            line = self._lines.get(timeout=timeout)
+            line = clock.take(self._lines, timeout)
         except Empty:
             todo = "see what delays it there, then try again"
             raise ClusterError(Problem(self._host.name, self._fails, f"no answer within {timeout:g} s", todo)) from None

@@ -28,7 +28,7 @@ from tridock.ops.hosts.attached import NodesLock, nodes_locked
 from tridock.ops.hosts.client import NodeClient
 from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.hosts import Hosts
-from tridock.remote import Host
+from tridock.remote import Host, clock
 from tridock.remote.files import put_tree_command
 from tridock.remote.host import FILES_TIMEOUT_S
 
@@ -184,7 +184,7 @@ def _take_lock(lock: int, path: Path) -> None:
 
     threading.Thread(target=take, daemon=True).start()
     try:
-        error = taken.get(timeout=LOCK_S)
+        error = clock.take(taken, LOCK_S)
     except Empty:
         holder = path.read_text().strip() or "nobody's name in it"
         todo = "end that command, or see whether the folder's file server hangs, then try again"

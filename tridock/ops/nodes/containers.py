@@ -19,7 +19,7 @@ from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.image.ensure import ensure_image, lacking, verify, wanted_image
 from tridock.ops.image.wrap import ensure_wrapped
-from tridock.remote import Completed, Host, LocalHost
+from tridock.remote import Completed, Host, LocalHost, clock
 from tridock.remote.host import shortened
 
 READY_TIMEOUT_S = 60.0
@@ -277,7 +277,7 @@ def _start(client: NodeClient, lock: NodesLock, ssh: SshTransport, node: str, ho
 
 def _wait_ready(client: NodeClient, node: str, host: Host) -> None:
     """Waits until the node's sshd answers; a container that has ended gives its last output instead."""
-    name, deadline = client.hosts.transport.container_name(node), time.monotonic() + READY_TIMEOUT_S
+    name, deadline = client.hosts.transport.container_name(node), clock.now() + READY_TIMEOUT_S
     check = client.inside(node, "sh", "-c", _READY)
     if isinstance(client.hosts.transport, SshTransport):
         # A node that was ready once starts again with its host and its Docker engine.
@@ -287,7 +287,7 @@ def _wait_ready(client: NodeClient, node: str, host: Host) -> None:
     while (probe := host.run(check, timeout=_PROBE_TIMEOUT_S)).exit_code:
         inspect = Command.of("docker", "container", "inspect", "--format", "{{.State.Running}}", name)
         running = host.run(inspect, timeout=30.0).stdout.decode().strip() == "true"
-        if not running or time.monotonic() > deadline:
+        if not running or clock.now() > deadline:
             if running and probe.stderr.strip():  # a check that cannot run says nothing of sshd
                 replace(probe, command="its health check").checked(node)
             raise ClusterError(_not_ready(client, node, host, name, running))

@@ -28,6 +28,7 @@ from tridock.ops.runs.preflight import data_files
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.ops.runs.weights import EXPORT, GENERATE
 from tridock.plan.shrunk import INTERVAL, rehearsal_name
+from tridock.remote import clock
 
 Say = Callable[[str, str], None]
 """Called with what was rehearsed, and what came of it."""
@@ -138,7 +139,7 @@ class _Watcher:
     def begin(self, manifest: Mapping[str, Any], _plan: Mapping[str, Any]) -> None:
         """Watches the run that is about to start."""
         self._folder = self._workspace / "runs" / manifest["run_id"]
-        self._deadline = time.monotonic() + (_LIMIT_S if self._program is None else _PROGRAM_S)
+        self._deadline = clock.now() + (_LIMIT_S if self._program is None else _PROGRAM_S)
         self._thread.start()
 
     def _result(self, ended: Ended) -> Lost:
@@ -159,7 +160,7 @@ class _Watcher:
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
-            if time.monotonic() > self._deadline or (self._killed is not None and self._is_done()):
+            if clock.now() > self._deadline or (self._killed is not None and self._is_done()):
                 argv = [*node_argv(), "stop", self._folder.name, "--workspace", str(self._workspace)]
                 subprocess.run(argv, env=node_environment(1), stdout=subprocess.DEVNULL, check=False)
                 return
@@ -309,5 +310,5 @@ def use_weights(
 def _told(module: str, arguments: Sequence[str]) -> tuple[int, str]:
     """Runs a program from the ranks' environment; returns its exit code and what it said."""
     argv = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(argv, env=node_environment(1), capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    return done.returncode, (done.stderr if done.returncode else done.stdout).strip()
+    done = clock.run(argv, _LIMIT_S, env=node_environment(1))
+    return done.returncode, (done.stderr if done.returncode else done.stdout).decode(errors="replace").strip()

@@ -10,9 +10,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tridock.contracts.codec import decode, encode
 from tridock.errors import ClusterError, Problem, RequestError
+from tridock.remote import clock
 
 PATIENCE_S = 300.0
 _RETRY_S = 0.5
@@ -20,6 +22,7 @@ _LINE_LIMIT = 1 << 16
 _WORD_S = 10.0
 
 Say = Callable[[str], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ def lead(port: int, terms: Terms, run_id: str, say: Say, patience: float = PATIE
     Raises :class:`RequestError` if their terms differ, :class:`ClusterError` if they do not join in time.
     """
     missing = set(range(1, terms.nnodes))
-    deadline = time.monotonic() + patience
+    deadline = clock.now() + patience
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(port))
         peers: list[socket.socket] = []
@@ -56,7 +59,7 @@ def lead(port: int, terms: Terms, run_id: str, say: Say, patience: float = PATIE
             peer = _accept(server, deadline, missing, port)
             stack.enter_context(peer)
             try:
-                theirs = decode(Terms, _read_line(peer, time.monotonic() + _WORD_S))
+                theirs = decode(Terms, _read_line(peer, clock.now() + _WORD_S))
             except (ValueError, OSError):
                 continue  # a port scanner or health check, not a node
             peers.append(peer)
@@ -70,7 +73,7 @@ def lead(port: int, terms: Terms, run_id: str, say: Say, patience: float = PATIE
 
 def follow(address: str, port: int, terms: Terms, say: Say, patience: float = PATIENCE_S) -> str:
     """Sends node 0 this node's terms; returns the run's id. Called on every other node."""
-    deadline = time.monotonic() + patience
+    deadline = clock.now() + patience
     with _connect(address, port, deadline, say) as leader:
         leader.sendall(f"{encode(terms)}\n".encode())
         try:
@@ -120,8 +123,7 @@ def _listen(port: int) -> socket.socket:
 
 def _accept(server: socket.socket, deadline: float, missing: set[int], port: int) -> socket.socket:
     try:
-        server.settimeout(max(0.01, deadline - time.monotonic()))
-        return server.accept()[0]
+        return _awaited(server, server.accept, deadline)[0]
     except TimeoutError:
         ranks = ", ".join(str(rank) for rank in sorted(missing))
         what, todo = f"the nodes of rank {ranks} did not come to port {port}", "start them, with this node's address"
@@ -132,9 +134,9 @@ def _connect(address: str, port: int, deadline: float, say: Say) -> socket.socke
     waiting = False
     while True:
         try:
-            return socket.create_connection((address, port), timeout=max(0.01, deadline - time.monotonic()))
+            return socket.create_connection((address, port), timeout=max(0.01, deadline - clock.now()))
         except OSError as error:
-            if time.monotonic() + _RETRY_S > deadline:
+            if clock.now() + _RETRY_S > deadline:
                 todo = "start node 0 there, and open this port between the nodes"
                 what = "node 0 does not answer"
                 raise ClusterError(Problem(f"{address}:{port}", what, _reason(error), todo)) from None
@@ -147,12 +149,22 @@ def _connect(address: str, port: int, deadline: float, say: Say) -> socket.socke
 def _read_line(connection: socket.socket, deadline: float) -> str:
     line = b""
     while not line.endswith(b"\n"):
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        part = connection.recv(4096)
+        part = _awaited(connection, lambda: connection.recv(4096), deadline)
         if not part or len(line) > _LINE_LIMIT:
             raise ConnectionError("the connection was closed")
         line += part
     return line.decode()
+
+
+def _awaited(on: socket.socket, action: Callable[[], T], deadline: float) -> T:
+    """Returns what an action on a socket does. Raises :class:`TimeoutError` after the deadline."""
+    while True:
+        on.settimeout(max(0.01, clock.turn(deadline)))
+        try:
+            return action()
+        except TimeoutError:
+            if clock.now() >= deadline:
+                raise
 
 
 def _reason(error: OSError) -> str:

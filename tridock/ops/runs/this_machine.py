@@ -15,6 +15,7 @@ from tridock.contracts.devices import MIG, VISIBLE, listed_devices
 from tridock.errors import ClusterError, Problem
 from tridock.gpus import Gpu
 from tridock.ops.hosts.facts import least_gpu
+from tridock.remote import clock
 
 T = TypeVar("T")
 
@@ -56,9 +57,7 @@ def node_output(
     """Returns what a ``tridock.node`` verb prints here, run in ``workspace``. Raises :class:`ClusterError`."""
     argv, env, verb = [*node_argv(), *arguments], node_environment(1), arguments[0]
     try:
-        done = subprocess.run(
-            argv, input=stdin, env=env, cwd=workspace, capture_output=True, check=False, timeout=timeout
-        )
+        done = clock.run(argv, timeout, stdin=stdin, env=env, cwd=workspace)
     except subprocess.TimeoutExpired:
         todo = "look at the disk of its folder, then run it again"
         raise ClusterError(Problem(where, f"{verb} has not ended in {timeout:g} s", "", todo)) from None

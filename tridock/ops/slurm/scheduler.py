@@ -9,6 +9,7 @@ from typing import Final
 
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.launchers.slurm.launcher import Slurm
+from tridock.remote import clock
 
 _TIMEOUT_S: Final = 60.0
 _SINFO: Final = "%P|%G|%f|%l|%s"
@@ -112,13 +113,15 @@ def _checked(*argv: str) -> str:
 def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "LC_ALL": "C"}
     try:
-        return subprocess.run(argv, capture_output=True, text=True, check=False, env=env, timeout=_TIMEOUT_S)
+        done = clock.run(argv, _TIMEOUT_S, env=env)
     except FileNotFoundError:
         todo = "run it where Slurm's commands are"
         raise ClusterError(Problem(argv[0], "is not on this machine", "", todo)) from None
     except subprocess.TimeoutExpired:
         todo = "see whether Slurm's controller answers: scontrol ping"
         raise ClusterError(Problem(argv[0], "does not answer", f"nothing for {_TIMEOUT_S:.0f} s", todo)) from None
+    out, errors = (it.decode(errors="replace") for it in (done.stdout, done.stderr))
+    return subprocess.CompletedProcess(argv, done.returncode, out, errors)
 
 
 def _message(text: str) -> str:

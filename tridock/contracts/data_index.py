@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from tridock.contracts.git_lfs import pointer_problem, refuse_pointer
 from tridock.errors import Problem, RequestError
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -91,6 +92,7 @@ def read_header(index: Path, start: bytes, size: int) -> tuple[int, int, int]:
     truncated.
     """
     if start[: len(MAGIC)] != MAGIC:
+        refuse_pointer(index)
         got = repr(start[: len(MAGIC)])
         raise RequestError(Problem(str(index), "is not an index of Megatron", got, COPY_OR_REBUILD))
     if len(start) < HEADER.size:
@@ -111,5 +113,7 @@ def read_header(index: Path, start: bytes, size: int) -> tuple[int, int, int]:
 
 def wrong_size(data: Path, promised: int, size: int) -> Problem:
     """Returns the problem of a .bin that does not fit its index."""
+    with data.open("rb") as file:
+        pointer = pointer_problem(data, file.read(1024))
     what = f"does not fit its index, which describes {promised} bytes"
-    return Problem(str(data), what, f"{size} bytes", COPY_OR_REBUILD)
+    return pointer or Problem(str(data), what, f"{size} bytes", COPY_OR_REBUILD)

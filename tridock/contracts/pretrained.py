@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts.checkpoints import LATEST
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.contracts.run_folder import read_text
 from tridock.errors import Problem, RequestError
 
@@ -181,7 +182,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Reads ``config.json`` of a transformers folder. Raises :class:`RequestError` if it cannot be read."""
     path = folder / CONFIG
     with RequestError.in_place_of((OSError, RecursionError, ValueError), path, "cannot be read", SAVED):
-        config = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        refuse_pointer(path, content)
+        config = json.loads(content)
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__}, no object")
     return config

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.contracts.pretrained import (
     CONFIG,
     DOWNLOAD,
@@ -33,7 +34,6 @@ _CONVERT: Final = (
     " model.save_pretrained(sys.argv[1])"
 )
 """A program that adds safetensors to a folder; it runs no code from a pickle, as ``weights_only`` of torch.load."""
-_LFS: Final = b"version https://git-lfs"
 _AT_ONCE: Final = 1 << 20
 
 
@@ -75,6 +75,8 @@ def _places(folder: Path) -> dict[str, Place]:
     files = [SINGLE] if weight_map is None else sorted({*weight_map.values()})
     missing = [name for name in files if not (folder / name).is_file()]
     if missing == [SINGLE] and (pickles := sorted(it.name for it in folder.glob("pytorch_model*.bin"))):
+        for name in pickles:
+            refuse_pointer(folder / name)
         todo = f"convert them to safetensors: {shlex.join(['python', '-c', _CONVERT, str(folder)])}"
         raise RequestError(Problem(str(folder), "holds weights in pickles, which are not read", listed(pickles), todo))
     if missing:
@@ -117,7 +119,9 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
+        content = path.read_bytes()
+        refuse_pointer(path, content)
+        found = json.loads(content)["weight_map"]
         if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
             raise ValueError("no file for each weight")
     except (KeyError, TypeError, ValueError) as error:
@@ -130,11 +134,9 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
 def _read_header(file: Path) -> dict[str, Place]:
     """Returns the weights in a file. Raises :class:`RequestError` if its length is not what its header says."""
     size = file.stat().st_size
+    refuse_pointer(file)
     with file.open("rb") as stream:
         begin = stream.read(_LENGTH.size)
-        if begin.startswith(_LFS[: _LENGTH.size]) and (begin + stream.read(64)).startswith(_LFS):
-            todo = "fetch it: git lfs pull"
-            raise RequestError(Problem(str(file), "is a pointer of Git LFS, not the weights", f"{size} bytes", todo))
         length = _LENGTH.unpack(begin)[0] if len(begin) == _LENGTH.size else 0
         if size < _LENGTH.size + (length if length <= _LONGEST_HEADER else 0):
             raise _cut(file, size, _LENGTH.size + length)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.contracts.records import read_object
 from tridock.errors import Problem, RequestError, reason_of
 
@@ -103,7 +104,9 @@ def read_description(file: Path) -> dict[str, Any]:
     """Reads a ``tokenizer.json``. Raises :class:`RequestError` if it is none."""
     todo = f"name a folder with {TOKENIZER}, as transformers' save_pretrained writes it"
     try:
-        description = json.loads(file.read_bytes())
+        content = file.read_bytes()
+        refuse_pointer(file, content)
+        description = json.loads(content)
         _ids_of(description)
     except OSError as error:
         raise RequestError(Problem(str(file), "cannot be read as a tokenizer", reason_of(error), todo)) from None
@@ -269,7 +272,9 @@ def _short(value: object) -> str:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Returns a JSON file's object; None without the file. Raises :class:`RequestError` if it is something else."""
     try:
-        found = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        refuse_pointer(path, content)
+        found = json.loads(content)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -18,6 +18,8 @@ SKIP = "or skip such lines with --on-error skip --rejects FILE"
 LINE = '{"text": "one two"}\n'
 DOWNLOAD = "download the file itself"
 PAGE = f"is an HTML page; {DOWNLOAD} (of the hub: /resolve/, not /blob/), or extract its texts first"
+POINTER = "is a pointer of Git LFS, not the file itself; got a pointer to 12,345 bytes; fetch it: "
+POINTER += "git -C . lfs pull --include "
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 ARRAY = "write an object per line: jq -c '.[]' FILE > NEW.jsonl"
 
@@ -86,9 +88,9 @@ STRANGE: dict[str, tuple[str, bytes, str]] = {
         "a.json:1: is not valid JSON; got Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "
         f"write an object per line: jq -c . FILE > NEW.jsonl, {SKIP}",
     ),
-    "a pointer": ("a.jsonl", LFS, f"a.jsonl: is a pointer of Git LFS; {DOWNLOAD}: git lfs pull, or hf download"),
-    "a pointer as text": ("a.txt", LFS, "a.txt: is a pointer of Git LFS; "),
-    "a pointer to Parquet": ("a.parquet", LFS, "a.parquet: is a pointer of Git LFS; "),
+    "a pointer": ("a.jsonl", LFS, f"a.jsonl: {POINTER}a.jsonl"),
+    "a pointer as text": ("a.txt", LFS, f"a.txt: {POINTER}a.txt"),
+    "a pointer to Parquet": ("a.parquet", LFS, f"a.parquet: {POINTER}a.parquet"),
     "a page": ("a.jsonl", b"\n <!DOCTYPE HTML><html>", f"a.jsonl: {PAGE}"),
     "a compressed page": ("a.gz", gzip.compress(b"<HTML>"), f"a.gz: {PAGE}"),
     "a PDF": (

@@ -166,7 +166,7 @@ def test_damaged_files_of_a_transformers_folder_are_named(tmp_path: Path) -> Non
         (whole[:8] + b"[]".ljust(size - 8), "is no file of safetensors; got "),
         (changed_header(whole, first, shape=[1]), f"{no_file} {bytes_:,} bytes for {first}, not 4"),
         (changed_header(whole, first, dtype="I8", data_offsets=[0, bytes_ - 4]), f"{no_file} a weight at byte "),
-        (pointer, f"is a pointer of Git LFS, not the weights; got {len(pointer)} bytes; fetch it: git lfs pull"),
+        (pointer, "is a pointer of Git LFS, not the file itself; got a pointer to 5 bytes; fetch it: git -C "),
     ):
         file.write_bytes(content)
         assert str(stored_weights("hf", folder).problem).startswith(f"{file}: {wanted}"), content[:9]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
+from tridock.contracts.git_lfs import pointer_problem
 from tridock.errors import Problem
 
 START: Final = 512
@@ -17,7 +19,6 @@ _ICONV: Final = "convert it: iconv -f {0} -t UTF-8 {1} > NEW"
 _TEXT: Final = "extract its texts first"
 _WRITE: Final = "write it as Parquet or JSON lines"
 _SIGNATURES: Final[Sequence[tuple[tuple[bytes, ...], str, str]]] = (
-    ((b"version https://git-lfs.github.com/",), "a pointer of Git LFS", f"{_DOWNLOAD}: git lfs pull, or hf download"),
     ((b"%PDF-",), "a PDF", f"{_TEXT}: pdftotext {{1}} NEW.txt"),
     ((b"{\\rtf", b"\x89PNG", b"\xff\xd8\xff"), "RTF or a picture", _TEXT),
     ((b"\xff\xfe\0\0", b"\0\0\xfe\xff"), "UTF-32", _ICONV.replace("{0}", "UTF-32")),
@@ -40,6 +41,8 @@ def foreign(name: str, start: bytes, file: str | None, pages: bool = False) -> P
     ``file`` is its path for the remedy, if that holds these bytes as they are: uncompressed. ``pages``: HTML is text.
     """
     path = "FILE" if file is None else shlex.quote(file)
+    if (pointer := pointer_problem(file or "FILE", start)) is not None:
+        return replace(pointer, where=name)
     for begins, what, todo in _SIGNATURES:
         if start.startswith(begins):
             return Problem(name, f"is {what}", "", todo.replace("{1}", path))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.data.dataset.indexed_dataset import token_dtype
 from tridock.data.tokenize.encoders import LONG_TEXT
 from tridock.errors import Problem, RequestError, reason_of
@@ -41,6 +42,7 @@ class SentencePieceTokenizer:
         todo = "name a model of SentencePiece, as spm_train writes it (Llama 3's is for --tokenizer-type TikTokenizer)"
         try:
             content = file.read_bytes()
+            refuse_pointer(file, content)
             self._model: Any = SentencePieceProcessor(model_proto=content)
         except OSError as error:
             raise RequestError(Problem(str(file), "cannot be read as a tokenizer", reason_of(error), todo)) from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.errors import Problem, RequestError, reason_of
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class TikTokenizer:
 
         try:
             content = file.read_bytes()
+            refuse_pointer(file, content)
             if given and not content.startswith(b"["):
                 what = "goes only with Megatron's JSON list of tokens"
                 raise RequestError([Problem(option, what, str(file), "leave it out") for option in given])

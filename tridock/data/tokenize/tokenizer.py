@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.contracts.partials import partial_folder
 from tridock.contracts.run_folder import write_atomic
 from tridock.contracts.tokenizers import GPT2_FILES, TOKENIZER, gpt2_merges, tokenizer_sha256
@@ -216,7 +217,11 @@ def open_tokenizer(vocab_file: Path, merge_file: Path | None, needs_end: bool = 
 
 def _is_tokenizer_json(path: Path) -> bool:
     try:
-        return path.is_dir() or ("model" in json.loads(path.read_bytes()) and path.name != "vocab.json")
+        if path.is_dir():
+            return True
+        content = path.read_bytes()
+        refuse_pointer(path, content)
+        return "model" in json.loads(content) and path.name != "vocab.json"
     except (OSError, ValueError, TypeError):
         return False
 
@@ -237,7 +242,9 @@ def read_vocabulary(path: Path) -> dict[str, int]:
 
 def _text_of(path: Path, todo: str, what: str = "cannot be read") -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        refuse_pointer(path, text[:1024].encode())
+        return text
     except (OSError, UnicodeDecodeError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
         raise RequestError(Problem(str(path), what, got, todo)) from None

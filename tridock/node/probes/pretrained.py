@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from tridock.contracts import megatron_weights, pretrained
 from tridock.contracts.checkpoints import PROGRESS, TRACKER
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.contracts.safetensors_files import transformers_folder
 from tridock.errors import Problem, RequestError
 from tridock.node.probes.torch_files import Shape, is_whole, read_named, read_shapes
@@ -142,6 +143,7 @@ def _shapes(found: Mapping[str, Any]) -> dict[str, Shape]:
 def require_loadable(files: Iterable[Path], classes: Collection[str], todo: str) -> None:
     """Raises :class:`RequestError` if a file is cut short or damaged, or names a class that is not loaded."""
     for file in files:
+        refuse_pointer(file)
         if not is_whole(file):
             got = f"{file.stat().st_size:,} bytes"
             raise RequestError(Problem(str(file), "is cut short", got, "copy it again"))

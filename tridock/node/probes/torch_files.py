@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.errors import Problem, RequestError, reason_of
 
 
@@ -60,6 +61,7 @@ def read_shapes(file: Path) -> Any:
 def read_named(file: Path) -> tuple[Any, Sequence[str]]:
     """Returns the object of :func:`read_shapes`, and the classes and functions that the file names."""
     try:
+        refuse_pointer(file)
         if not zipfile.is_zipfile(file):
             return _read_legacy(file)
         with zipfile.ZipFile(file) as archive:
@@ -67,6 +69,8 @@ def read_named(file: Path) -> tuple[Any, Sequence[str]]:
             with archive.open(name) as stream:
                 unpickler = _Unpickler(stream)
                 return unpickler.load(), unpickler.named
+    except RequestError:
+        raise
     except Exception as error:  # whatever a damaged pickle makes of it
         got = reason_of(error) or type(error).__name__
     raise RequestError(Problem(str(file), "is no complete file of torch.save", got, "copy it again"))

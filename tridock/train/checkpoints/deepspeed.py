@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.contracts.megatron_weights import flat_names
 from tridock.contracts.pretrained import DEEPSPEED_TODO, DTYPES, StateFiles
 from tridock.errors import Problem, RequestError
@@ -40,6 +41,8 @@ class DeepSpeedWeights:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, Callable[[], Tensor]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        for file in (*files.models, *files.optimizers):
+            refuse_pointer(file)
         with safe_torch_load(classes, mmap=True), refusing_foreign(DEEPSPEED_TODO), _understood(folder):
             state = torch.load(files.models[0], map_location="cpu", weights_only=True)
             for name, it in flat_names(state["module"]).items():

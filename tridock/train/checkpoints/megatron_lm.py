@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tridock.contracts.git_lfs import refuse_pointer
 from tridock.contracts.megatron_weights import (
     MegatronFiles,
     holds_checkpoint,
@@ -128,5 +129,6 @@ def _pipeline(layers: Mapping[int, Path]) -> _Shard:
 
 
 def _load(file: Path) -> Any:
+    refuse_pointer(file)
     with safe_torch_load(megatron_classes(), mmap=is_zip(file)), refusing_foreign(MEGATRON_TODO):
         return torch.load(file, map_location="cpu", weights_only=True)

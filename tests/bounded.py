@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.patience import STEP_S
 from tridock.cli import main
 
 _MEMORY = 4 << 30
@@ -87,7 +88,7 @@ def _run(program: Program, argv: Sequence[str], folder: Path, seconds: int, stre
     code = 70
     try:
         os.setpgid(0, 0)
-        signal.alarm(seconds * 12)  # of a machine on which others compute, too
+        signal.alarm(STEP_S)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds + int(sum(os.times()[:2])), resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
         for number, stream in enumerate(streams):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts.codec import decode
 from tridock.errors import Problem
 
@@ -26,7 +27,7 @@ def call(
         **(env or {}),
     }
     argv = ["bash", "-c", f"source {ENTRYPOINT}; {script}"]
-    return subprocess.run(argv, env=given, capture_output=True, text=True, timeout=20, check=False)
+    return subprocess.run(argv, env=given, capture_output=True, text=True, timeout=STEP_S, check=False)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "e7c8cb767acddba8ad5d2c41fe18e30de7870d30"
 
@@ -26,7 +28,9 @@ def project(tmp_path: Path) -> Path:
 
 def bring(project: Path, where: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [str(project / "tools" / "megatron-source.sh"), where]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=STEP_S, check=False
+    )
 
 
 def source(project: Path) -> Path:
@@ -139,7 +143,7 @@ def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
         str(ROOT / "patches/megatron-v1.1.5"),
         str(tmp_path / "t"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=STEP_S, check=False)
     assert done.returncode == 3
     (patch, *_) = sorted((ROOT / "patches/megatron-v1.1.5").glob("*.patch"))
     assert done.stderr.splitlines()[-1] == (

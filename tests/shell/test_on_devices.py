@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,7 +42,7 @@ def run(project: Path, *arguments: str, **env: str) -> tuple[int, str, str]:
     script, *rest = arguments
     argv = [str(project / "tools" / script), *rest]
     done = subprocess.run(
-        argv, cwd=project, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+        argv, cwd=project, env={**os.environ, **env}, capture_output=True, text=True, timeout=STEP_S, check=False
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
+
 ROOT = Path(__file__).resolve().parents[2]
 ENTRYPOINT = ROOT / "entrypoint"
 CONFIGS = "/opt/tridock/configs"
@@ -31,7 +33,7 @@ def call(script: str, bin_folder: Path, *argv: str, megatron: bool = True, **env
         (source / "pretrain_gpt2.py").touch()
     given = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "TRIDOCK_MEGATRON": str(source), **env}
     command = [str(ENTRYPOINT / script), *argv]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=STEP_S, check=False)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 

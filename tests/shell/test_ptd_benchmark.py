@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
+
 SCRIPT = Path(__file__).resolve().parents[2] / "entrypoint/ptd_benchmark.sh"
 DEMO = ["-m", "tridock.train", "--config", "/opt/tridock/configs/demo.yaml"]
 
@@ -18,7 +20,7 @@ def call(tmp_path: Path, *argv: str, **env: str) -> tuple[int, list[str], str]:
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **env}
-    done = subprocess.run([str(SCRIPT), *argv], env=given, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([str(SCRIPT), *argv], env=given, capture_output=True, text=True, timeout=STEP_S, check=False)
     found = done.stdout.splitlines()
     assert found[:2] in (["-m", "torch.distributed.run"], [])
     return done.returncode, found[2:], done.stderr

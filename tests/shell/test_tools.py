@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
+
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL_FOLDERS = ROOT / "tools/python/pip-wheel-folders.sh"
 
@@ -19,7 +21,7 @@ WHEEL_FOLDERS = ROOT / "tools/python/pip-wheel-folders.sh"
 def run(*arguments: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     argv = [str(argument) for argument in arguments]
     return subprocess.run(
-        argv, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+        argv, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=STEP_S, check=False
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fabric import Config, Executor
 
+from tests.patience import STEP_S
 from tridock import __version__
 from tridock.cli import main
 from tridock.cli.fab import COMMANDS, Program, collection
@@ -43,7 +44,7 @@ TASKS = (
 def fab(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = str(Path(sys.executable).with_name("fab"))
     argv = [program, "--search-root", str(ROOT), *arguments]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=STEP_S)
 
 
 def test_every_task_is_listed() -> None:
@@ -259,7 +260,7 @@ def test_a_plan_is_made_without_a_host_that_does_not_answer(tmp_path: Path, capf
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (tmp_path / "lab").write_text("127.0.0.1 slots=2\n")
-    (tmp_path / "lab.yaml").write_text(f"ssh: {{port: {port}, retries: 0, connect_timeout: 2}}\n")
+    (tmp_path / "lab.yaml").write_text(f"ssh: {{port: {port}, retries: 0, connect_timeout: {STEP_S}}}\n")
     assert fab_here("plan", "--hosts", str(tmp_path / "lab"), "--ask-hosts", "--json") == 0
     done = capfd.readouterr()
     assert done.err.startswith("127.0.0.1: ")

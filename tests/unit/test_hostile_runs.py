@@ -18,6 +18,7 @@ import pytest
 from tests.bounded import run_bounded
 from tests.cases import thinned
 from tests.fuzz import CASES, in_json
+from tests.patience import STEP_S
 from tests.unit.report.test_page import a_run
 from tridock.contracts import run_folder
 from tridock.contracts.codec import decode, encode
@@ -63,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
     (run / "exit_code").write_text("1\n")
     (run / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
     places = {"n1": (0,), "n2": (1,)}
-    supervision = Supervision("n1", places, (), master_port=1, hang_timeout_s=30.0)
+    supervision = Supervision("n1", places, (), master_port=1, hang_timeout_s=STEP_S)
     (run / "supervision.json").write_text(supervision.to_json())
     return run
 

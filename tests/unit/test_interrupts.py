@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
+
 ROOT = Path(__file__).parents[2]
 CTRL_C = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
 
@@ -19,7 +21,7 @@ def run(*arguments: str, modules: Path | None = None, ignored: bool = False) -> 
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=STEP_S,
         preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None,
     )
     return done.returncode, done.stdout, done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts import appends
 
 OTHER = """
@@ -47,7 +48,7 @@ def test_a_line_that_was_cut_off_does_not_take_the_other_writers_line_along(
     monkeypatch.setattr(os, "write", write_a_part)
     appends.append(path, b'{"by": "one", "number": 1}\n')
     (other,) = others
-    assert other.wait(60) == 0
+    assert other.wait(STEP_S) == 0
     assert appends.flush(0.0)
     assert sorted(json.loads(line)["by"] for line in path.read_text().splitlines()) == ["one", "other"]
 

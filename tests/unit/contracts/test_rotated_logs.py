@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts.rotated_logs import GrowingLog, earlier, rotate, tail
 
 NOTE = b"tridock: earlier output is in rank-0.log.1; what is older is removed\n"
@@ -68,7 +69,7 @@ def test_a_reader_misses_and_repeats_nothing(log: Path, seed: int) -> None:
                     pass
                 rotate(log, 100)
     done.set()
-    thread.join(30.0)
+    thread.join(STEP_S)
     assert bytes(seen).replace(NOTE, b"") == b"".join(lines)
 
 

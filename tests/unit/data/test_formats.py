@@ -15,6 +15,7 @@ import pyarrow
 import pytest
 from pyarrow import csv, feather, ipc, parquet
 
+from tests.patience import STEP_S
 from tridock.cli import main
 from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
@@ -276,7 +277,7 @@ def test_a_bomb_ends_before_memory_does(folder: Path, how: str) -> None:
     more = ["--documents", "file"] if name.endswith(".txt.zst") else []
     argv = [sys.executable, "-m", "tridock.cli", *command("--input", name, "--workers", "1", *more)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)})
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=STEP_S, env={"PYTHONPATH": ":".join(sys.path)})
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith(message)
     assert max(before, 3 << 20) >= resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB

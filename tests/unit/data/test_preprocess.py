@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.dataset_writer import IndexedDatasetWriter
+from tests.patience import STEP_S
 from tridock.data import preprocess as module
 from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
@@ -218,7 +219,7 @@ def test_no_worker_outlives_the_run() -> None:
         "    source = Source('x', None, Kind.JSONL)\n"
         "    for n in range(20):\n"
         '        yield Chunk(source, 0, 1, b\'{"text": "a"}\\n\', 1, 0, 0, 0)\n'
-        "    time.sleep(99)\n"
+        "    time.sleep(9999)\n"
         "from tridock.data.tokenize.workers import encode_in_order\n"
         "recipe = Recipe(Reference(BytePairTokenizer.train(TEXTS, 280)), ('text',), False)\n"
         "for n, _ in enumerate(encode_in_order(recipe, chunks(), 2)):\n"
@@ -233,7 +234,7 @@ def test_no_worker_outlives_the_run() -> None:
     run.wait()
     run.stdout.close()
     assert len(children) == 2
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while any(_runs(child) for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.cli import main
 from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
@@ -264,7 +265,7 @@ def test_ctrl_c_leaves_nothing(folder: Path, pause: float | None) -> None:
         if pause is not None:
             time.sleep(pause)
             os.killpg(run.pid, signal.SIGINT)
-        _, err = run.communicate(timeout=60)
+        _, err = run.communicate(timeout=STEP_S)
     finally:
         os.close(pipe)
         run.kill()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron_source import PREPROCESS_DATA, pristine_source
+from tests.patience import STEP_S
 from tridock.cli import main
 from tridock.data.tokenize.encoders import HARD_TEXTS
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
@@ -61,7 +62,7 @@ def test_the_same_bytes(source: Path, tmp_path: Path, eod: bool, keys: list[str]
     flags += ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
     flags += ["--dataset-impl", "mmap", "--workers", "2", "--log-interval", "1000", *["--append-eod"] * eod]
     command = [sys.executable, "-c", PREPROCESS_DATA, str(source), *flags, "--output-prefix", str(tmp_path / "theirs")]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    subprocess.run(command, check=True, capture_output=True, timeout=STEP_S)
     assert main(["data", "preprocess", *flags, "--output-prefix", str(tmp_path / "ours")]) == 0
     for key in keys:
         for suffix in ("bin", "idx"):

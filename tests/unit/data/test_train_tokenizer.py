@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.data.test_preprocess_command import ROOT
 from tridock.cli import main
 from tridock.data.tokenize.learner import learn
@@ -218,7 +219,7 @@ def test_ctrl_c_ends_it_at_once(folder: Path, learning: bool) -> None:
             while not list(folder.glob(".r.*")) or used(run.pid) != (False, used(run.pid, after=0.2)[1]):
                 assert run.poll() is None
         os.killpg(run.pid, signal.SIGINT)
-        run.wait(timeout=60)
+        run.wait(timeout=STEP_S)
         assert (run.returncode, run.stderr.read()) == (130, b"interrupted\n")
     finally:
         run.kill()

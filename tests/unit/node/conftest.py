@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts import run_folder
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent.processes import stop_processes
@@ -19,7 +20,7 @@ from tridock.node.agent.processes import stop_processes
 FINISHED = """echo '{"event": "run_finished"}' >>"$FOLDER/events.jsonl"\n"""
 
 
-def node(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def node(*arguments: str, timeout: float = STEP_S) -> subprocess.CompletedProcess[str]:
     """``python -m tridock.node …``, to its end."""
     return subprocess.run(
         [sys.executable, "-m", "tridock.node", *arguments], capture_output=True, text=True, timeout=timeout, check=False
@@ -33,9 +34,9 @@ def answer(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """Polls; fails the test where the condition does not come true."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + STEP_S
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.02)
@@ -56,7 +57,7 @@ def make_run(workspace: Path) -> Iterator[Callable[..., Path]]:
         folder.mkdir(parents=True)
         text = f"set -eu\nFOLDER='{folder}'\n{script}"
         (folder / run_folder.LAUNCH_SCRIPT).write_text(text)
-        alone = Supervision("here", {"here": ()}, (), master_port=1 + len(made), hang_timeout_s=30.0)
+        alone = Supervision("here", {"here": ()}, (), master_port=1 + len(made), hang_timeout_s=STEP_S)
         (folder / run_folder.SUPERVISION).write_text(alone.to_json())
         made.append(folder)
         return folder

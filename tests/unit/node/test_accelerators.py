@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts.node_answers import Accelerators, GpuStatus
 from tridock.node.probes import accelerators as probe
 from tridock.node.probes.accelerators import CudaDriver, cuda_driver, parse
@@ -177,7 +178,7 @@ def test_a_divided_gpu_is_its_slices() -> None:
             "echo 'Failed to initialize NVML: Unknown Error'; exit 255",
             Accelerators((), error="Failed to initialize NVML: Unknown Error"),
         ),
-        ("exec sleep 60", Accelerators((), error="nvidia-smi did not end within 0.2 s", timed_out=True)),
+        ("exec sleep 9999", Accelerators((), error="nvidia-smi did not end within 0.2 s", timed_out=True)),
     ],
     ids=["no devices", "devices lost", "slow"],
 )
@@ -187,7 +188,7 @@ def test_a_driver_that_does_not_answer(
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(probe, "_TIMEOUT_S", 0.2 if "sleep" in script else 20.0)
+    monkeypatch.setattr(probe, "_TIMEOUT_S", 0.2 if "sleep" in script else STEP_S)
     assert probe.accelerators() == expected
 
 

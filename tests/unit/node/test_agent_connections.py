@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts import heartbeat
 from tridock.contracts.codec import encode
 from tridock.contracts.lease import HeldLease
@@ -55,7 +56,7 @@ def test_another_node_has_time_to_start_its_agent_until_the_connection_ends(
     assert connections.silence_s()["n1"] >= 0
     assert connections.silence_s()["n2"] < -50
     end.touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while connections.silence_s()["n2"] < 0:
         assert time.monotonic() < deadline
         connections.poll(0.1)
@@ -78,7 +79,7 @@ def one_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
 def test_agents_get_pings_while_the_supervisor_waits_for_its_disk(one_agent: tuple[AgentConnections, Path]) -> None:
     connections, orders = one_agent
     connections.poll(0.0)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while not orders.exists() or orders.read_text().count("ping 0 ") < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -131,7 +132,7 @@ def test_a_rank_that_a_new_agent_does_not_know_has_ended_with_its_container(
     supervision = Supervision("n1", {"n1": (1,)}, (), 1, 30.0)
     connections = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
     connections.launched()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while not second.exists():
         assert time.monotonic() < deadline
         connections.poll(0.1)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.node.conftest import answer
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import PROTOCOL, NodeReport, SshAnswer
@@ -156,7 +157,7 @@ def test_two_nodes_that_share_a_folder_reach_each_other(workspace: Path) -> None
     with called("a", workspace) as a, called("b", workspace) as b:
         hello = {"a": ask(a), "b": ask(b)}
         assert hello["a"]["folder"] == hello["b"]["folder"] == (runs / ".folder-id").read_text()
-        assert abs(ask(a, {})["time"] - ask(b, {})["time"]) < 5
+        assert abs(ask(a, {})["time"] - ask(b, {})["time"]) < STEP_S
         seen = ask(a, {"peers": {"b": peer(hello["b"]["port"])}})
         assert seen == {
             "unreached": [],
@@ -165,7 +166,7 @@ def test_two_nodes_that_share_a_folder_reach_each_other(workspace: Path) -> None
         for process in (a, b):
             assert process.stdin is not None
             process.stdin.close()
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=STEP_S) == 0
     assert [path.name for path in runs.iterdir()] == [".folder-id"]
 
 
@@ -187,7 +188,7 @@ def test_a_responder_whose_caller_was_killed_ends(workspace: Path) -> None:
     with called("a", workspace) as a:
         ask(a)
         a.terminate()
-        assert a.wait(timeout=60) == 0
+        assert a.wait(timeout=STEP_S) == 0
 
 
 SSH = """#!/bin/sh
@@ -197,7 +198,7 @@ export TRIDOCK_CLUSTER=lab TRIDOCK_NODE=$1
 case $1 in
 refused) echo "connect to host refused port 2222: Connection refused" >&2; exit 255 ;;
 foreign) unset TRIDOCK_CLUSTER TRIDOCK_NODE; PATH=/usr/bin:/bin exec /bin/sh -c "echo hello; $2" ;;
-silent) exec sleep 60 ;;
+silent) exec sleep 9999 ;;
 esac
 exec /bin/sh -c "$2"
 """
@@ -217,7 +218,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def patiently(monkeypatch: pytest.MonkeyPatch, probe: Callable[[], T], answered: Callable[[T], bool]) -> T:
     """Returns what a probe finds within a few seconds, or in more where a busy machine starts the nodes' Python late.
     The silent node takes all of that time."""
-    for seconds in (2.5, 12.5, 60.0):
+    for seconds in (2.5, 12.5, 60.0, STEP_S):
         monkeypatch.setattr(ssh_mesh_probe, "_TIMEOUT_S", seconds)
         found = probe()
         if answered(found):

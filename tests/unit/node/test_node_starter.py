@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.node.agent.evidence import evidence
 from tridock.triage import diagnose, facts_of
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> Run:
         for number, script in enumerate(scripts):
             (tmp_path / f"part-{number}.sh").write_text(script)
         argv = [sys.executable, "-m", "tridock.node", "start-nodes", str(tmp_path), "part-{node_rank}.sh"]
-        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=STEP_S)
 
     return run_scripts
 
@@ -68,7 +69,7 @@ def test_a_setup_that_fails_is_explained_by_its_last_line(tmp_path: Path) -> Non
     (tmp_path / "supervision.json").write_text(Supervision("a", {"a": (0,)}, (), 20000, 30.0, observed=True).to_json())
     (tmp_path / "setup.sh").write_text("echo ERROR: no such package; echo; exit 1")
     argv = [sys.executable, "-m", "tridock.node", "start-nodes", str(tmp_path), "setup.sh"]
-    assert subprocess.run(argv, capture_output=True, check=False, timeout=60).returncode == 1
+    assert subprocess.run(argv, capture_output=True, check=False, timeout=STEP_S).returncode == 1
     assert explained(tmp_path) == (
         "setup-failed",
         "a could not be set up: it ended with exit code 1: ERROR: no such package",
@@ -86,7 +87,7 @@ def test_a_program_that_fails_is_explained_by_the_first_node_that_failed(run: Ru
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tridock.node", "on-devices", "0", "no-such-program"]
     env = {**os.environ, "TRIDOCK_RUN_FOLDER": str(tmp_path), "TRIDOCK_NODE": "a"}
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, env=env)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=STEP_S, env=env)
     assert done.returncode == 2
     assert explained(tmp_path) == (
         "program-not-started",

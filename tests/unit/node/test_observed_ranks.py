@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts import heartbeat, run_folder
 from tridock.node.agent import observed_ranks, rank_status
 from tridock.node.agent.observed_ranks import ObservedRanks, find_ranks
@@ -52,16 +53,16 @@ def start(run_id: str) -> Iterator[Start]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def test_the_outermost_process_of_each_rank(run_id: str, start: Start) -> None:
-    first = start("sleep 60 & wait", RANK="0")
-    second = start("exec sleep 60", OMPI_COMM_WORLD_RANK="7")
-    start("exec sleep 60")  # the launcher
+    first = start("sleep 9999 & wait", RANK="0")
+    second = start("exec sleep 9999", OMPI_COMM_WORLD_RANK="7")
+    start("exec sleep 9999")  # the launcher
     until(lambda: set(find_ranks(run_id)) == {0, 7})
     found = find_ranks(run_id)
     assert (found[0].pid, found[7].pid) == (first.pid, second.pid)
@@ -69,10 +70,10 @@ def test_the_outermost_process_of_each_rank(run_id: str, start: Start) -> None:
 
 def test_ranks_that_a_rank_starts_itself(tmp_path: Path, run_id: str, start: Start) -> None:
     """As `bash train.sh` with torchrun in it, started once per slot; and a worker of a rank's inference engine."""
-    (tmp_path / "torchrun").write_text("#!/bin/sh\nRANK=0 WORLD_SIZE=1 sleep 60 & wait\n")
+    (tmp_path / "torchrun").write_text("#!/bin/sh\nRANK=0 WORLD_SIZE=1 sleep 9999 & wait\n")
     (tmp_path / "torchrun").chmod(0o755)
     start(f"{tmp_path}/torchrun & wait", RANK="1", WORLD_SIZE="2")
-    start("RANK=0 WORLD_SIZE=1 sleep 60 & wait", RANK="0", WORLD_SIZE="2")
+    start("RANK=0 WORLD_SIZE=1 sleep 9999 & wait", RANK="0", WORLD_SIZE="2")
     until(lambda: set(find_ranks(run_id)) == {0, 1} and find_ranks(run_id)[1].inner_world_size)
     found = find_ranks(run_id)
     assert [(found[rank].world_size, found[rank].inner_world_size) for rank in (0, 1)] == [(2, 0), (2, 1)]
@@ -84,7 +85,7 @@ def test_a_rank_is_active_while_it_computes_or_its_children_write(
     run_id: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observed_ranks, "_SEARCH_S", 0.0)
-    start("exec sleep 60", RANK="0")
+    start("exec sleep 9999", RANK="0")
     start("while :; do :; done", RANK="1")
     start("(while sleep 0.01; do echo x; done) >/dev/null & wait", RANK="2")
     until(lambda: set(find_ranks(run_id)) == {0, 1, 2})
@@ -118,7 +119,7 @@ def test_a_rank_whose_end_nobody_saw_is_gone(
     tmp_path: Path, run_id: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_status, "_reaped_status", lambda _: None)  # as on a kernel before 6.15
-    process = start("exec sleep 60", RANK="0")
+    process = start("exec sleep 9999", RANK="0")
     monitor = RankMonitor(tmp_path / run_id, (0,), observed=True)
     until(monitor.read)
     process.kill()

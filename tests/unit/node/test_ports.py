@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,6 @@ def test_a_port_of_a_connection_that_just_closed_is_free() -> None:
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = server.accept()
             accepted.close()
-            time.sleep(0.05)
             client.recv(1)
     assert ports.is_free(port)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.node.conftest import answer, node, wait_until
 from tridock.contracts import environment, run_folder
 from tridock.contracts.node_answers import Stopped
@@ -35,16 +36,16 @@ def stop(folder: Path, *arguments: str) -> Any:
 
 
 def test_processes_are_described(make_run: MakeRun) -> None:
-    folder = make_run("exec sleep 61")
+    folder = make_run("exec sleep 9961")
     start(folder)
     wait_until(lambda: any("sleep" in process.command for process in find_processes(folder.name)))
     (process,) = find_processes(folder.name)
-    assert process.command == ("sleep", "61")
+    assert process.command == ("sleep", "9961")
     assert process.run_id == folder.name
     assert process.ppid > 1
     assert Path("/proc", str(process.pid)).exists()
     assert 0 <= process.cpu_s < 1
-    assert 0 <= process.age_s < 30
+    assert 0 <= process.age_s < STEP_S
     assert process.pid in [it.pid for it in find_processes()]
     assert folder.name in find_runs()  # by its supervisor, too
 
@@ -52,7 +53,7 @@ def test_processes_are_described(make_run: MakeRun) -> None:
 def test_a_process_that_names_no_run_is_not_reported() -> None:
     """A program may set the marker as it likes; an answer with it would be refused as a whole."""
     env = {**os.environ, environment.RUN_ID: "../../../data"}
-    with subprocess.Popen(["sleep", "63"], env=env) as other:
+    with subprocess.Popen(["sleep", "9963"], env=env) as other:
         try:
             wait_until(lambda: [it.pid for it in find_processes("../../../data")] == [other.pid])
             assert other.pid not in [process.pid for process in find_processes()]
@@ -62,8 +63,8 @@ def test_a_process_that_names_no_run_is_not_reported() -> None:
 
 
 def test_stopping_one_of_two_runs_leaves_the_other_alone(make_run: MakeRun) -> None:
-    first, second = make_run("sleep 62 & sleep 62 & wait", "a"), make_run("sleep 62 & wait", "b")
-    unmarked = subprocess.Popen(["sleep", "62"])
+    first, second = make_run("sleep 9962 & sleep 9962 & wait", "a"), make_run("sleep 9962 & wait", "b")
+    unmarked = subprocess.Popen(["sleep", "9962"])
     start(first)
     start(second)
     wait_until(lambda: (counts(first), counts(second)) == (3, 2))
@@ -80,7 +81,7 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(make_run: MakeRun) -> N
 
 def test_orphans_in_sessions_of_their_own_are_found(make_run: MakeRun) -> None:
     """Without a supervisor, who would have ended them."""
-    folder = make_run("setsid nohup sleep 63 >/dev/null 2>&1 & exit 3")
+    folder = make_run("setsid nohup sleep 9963 >/dev/null 2>&1 & exit 3")
     env = {**os.environ, environment.RUN_ID: folder.name}
     assert subprocess.run(["bash", str(folder / run_folder.LAUNCH_SCRIPT)], env=env, check=False).returncode == 3
     wait_until(lambda: counts(folder) == 1)  # one in the middle of its exec has no environment to be found by
@@ -91,7 +92,7 @@ def test_orphans_in_sessions_of_their_own_are_found(make_run: MakeRun) -> None:
 
 
 def test_orphans_of_a_launcher_that_has_ended_go_with_it(make_run: MakeRun) -> None:
-    folder = make_run("setsid nohup sleep 63 >/dev/null 2>&1 & exit 3")
+    folder = make_run("setsid nohup sleep 9963 >/dev/null 2>&1 & exit 3")
     start(folder)
     assert node("follow", str(folder)).returncode == 3
     assert counts(folder) == 0
@@ -112,9 +113,7 @@ def test_what_ends_at_sigterm_is_not_kept_waiting(make_run: MakeRun) -> None:
     folder = make_run("trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     start(folder)
     wait_until(lambda: b"ready" in (folder / run_folder.LAUNCHER_LOG).read_bytes())
-    begin = time.monotonic()
-    stop(folder, "--grace", "60")
-    assert time.monotonic() - begin < 50.0
+    stop(folder, "--grace", "9999")
     assert (folder / run_folder.LAUNCHER_LOG).read_text().endswith("saved\n")
 
 
@@ -123,7 +122,7 @@ def test_children_that_are_forked_meanwhile_are_found(make_run: MakeRun) -> None
     folder = make_run("f() { sleep 0.2; [ \"$1\" -eq 0 ] || f $(($1 - 1)) & }; trap '' TERM; f 10000; wait")
     start(folder)
     wait_until(lambda: counts(folder) > 0)
-    time.sleep(0.3)
+    time.sleep(0.3)  # so that some have come and gone
     stop(folder, "--grace", "0.3")
     time.sleep(0.3)
     assert counts(folder) == 0
@@ -138,15 +137,13 @@ def test_deepspeed_runner_is_never_asked_politely(make_run: MakeRun, tmp_path: P
         "for number in (signal.SIGINT, signal.SIGTERM):\n"
         "    signal.signal(number, lambda *_: print('PKILL', flush=True))\n"
         "print('ready', flush=True)\n"
-        "time.sleep(64)\n"
+        "time.sleep(9964)\n"
     )
     folder = make_run(f"exec '{sys.executable}' '{runner}' --hostfile x")
     start(folder)
     log = folder / run_folder.LAUNCHER_LOG
     wait_until(lambda: b"ready" in log.read_bytes())
-    begin = time.monotonic()
-    assert stop(folder, "--grace", "60") == {"stopped": 1, "remaining": 0}
-    assert time.monotonic() - begin < 50.0
+    assert stop(folder, "--grace", "9999") == {"stopped": 1, "remaining": 0}
     assert log.read_text() == "ready\n"
     assert exit_code_of(folder) == 143
 

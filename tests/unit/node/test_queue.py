@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import QueuedRun
 from tridock.contracts.run_state import LOCK, RunState, state_of
 from tridock.contracts.supervision import Supervision
+from tridock.node.agent.processes import stop_processes
 
 ROOT = Path(__file__).parents[3]
 # Processes are found by their run's id, on the whole machine: those of another pytest must not have the same.
@@ -28,10 +30,12 @@ NAMES = [f"{letter}-20261123-{os.getpid() % 10**6:06}-000{number}" for number, l
 def workspace(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "runs").mkdir()
     yield tmp_path
-    for pid in supervisors(tmp_path):
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(pid, signal.SIGKILL)
-    (tmp_path / "go").touch()
+    while found := supervisors(tmp_path):  # one that ends may start the next
+        for pid in found:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGKILL)
+    for name in NAMES:
+        stop_processes(name, grace_s=0.0)
 
 
 def make(workspace: Path, name: str, slots: Mapping[str, Sequence[int]], port: int = 20000) -> Path:
@@ -88,7 +92,7 @@ def order(workspace: Path) -> str:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.node.agent.observed_ranks import find_ranks
 
 MODULE = [sys.executable, "-m", "tridock.node.rank_output"]
@@ -40,29 +41,29 @@ def test_the_program_gets_its_arguments_and_the_log_its_output(
     (tmp_path / "train.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     process = start(tmp_path, *arguments)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=STEP_S)[0]
     assert (process.returncode, output) == (3, f"{expected}\nto stderr\n")
     assert (tmp_path / "logs" / "rank-7.log").read_text() == output
 
 
 def test_a_signal_ends_the_program_itself(tmp_path: Path) -> None:
     process = start(tmp_path, "--program", "sh", "-c", "echo $$; kill -9 $$")
-    assert process.communicate(timeout=60)[0] == f"{process.pid}\n"
+    assert process.communicate(timeout=STEP_S)[0] == f"{process.pid}\n"
     assert process.returncode == -9
 
 
 def test_the_copy_is_no_part_of_the_rank(tmp_path: Path) -> None:
-    process = start(tmp_path, "--program", "sh", "-c", "echo started; exec sleep 60")
+    process = start(tmp_path, "--program", "sh", "-c", "echo started; exec sleep 9999")
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     ranks = find_ranks(run_of(tmp_path))
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=STEP_S)
     assert {rank: seen.pid for rank, seen in ranks.items()} == {7: process.pid}
 
 
 def test_without_a_log_the_program_runs_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    output = start(tmp_path, "--program", "echo", "done").communicate(timeout=60)[0]
+    output = start(tmp_path, "--program", "echo", "done").communicate(timeout=STEP_S)[0]
     assert output.splitlines()[-1] == "done"
     assert "cannot be written" in output

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.node.conftest import wait_until
 
 RANK = """\
@@ -32,7 +33,7 @@ else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     open(f"pid-{number}.part", "w").write(str(os.getpid()))
     os.rename(f"pid-{number}.part", f"pid-{number}")
-    time.sleep(60)
+    time.sleep(9999)
 """
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -54,12 +55,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start
     for process in made:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=STEP_S)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code, stdout, and stderr without pids."""
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=STEP_S)
     return process.returncode, out, re.sub(r"pid \d+", "pid P", err)
 
 

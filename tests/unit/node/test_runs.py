@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.node.conftest import FINISHED, answer, node, wait_until
 from tridock.contracts import run_folder
 from tridock.contracts.run_state import LOCK, exit_code_of, is_supervised
@@ -89,7 +89,7 @@ def test_following_outlives_the_disk_that_its_output_goes_to(make_run: MakeRun) 
         with pytest.raises(subprocess.TimeoutExpired):
             follow.wait(2.0)
         (folder / "go").touch()
-        assert follow.wait(30.0) == 0
+        assert follow.wait(STEP_S) == 0
 
 
 def test_following_never_loses_the_last_lines(make_run: MakeRun) -> None:
@@ -137,7 +137,7 @@ def test_a_run_outlives_the_session_that_began_it(make_run: MakeRun) -> None:
     """As `docker exec` and ssh end: the whole session gets SIGHUP, the terminal goes away."""
     folder = make_run(f"sleep 1; echo still here; {FINISHED}")
     session = subprocess.Popen(
-        ["bash", "-c", f"'{sys.executable}' -m tridock.node start '{folder}'; echo; sleep 60"],
+        ["bash", "-c", f"'{sys.executable}' -m tridock.node start '{folder}'; echo; sleep 9999"],
         start_new_session=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -155,10 +155,8 @@ def test_a_run_outlives_the_session_that_began_it(make_run: MakeRun) -> None:
 
 def test_start_holds_nothing_open(make_run: MakeRun) -> None:
     """A start over ssh or `docker exec` returns at once only where the run keeps neither stdout nor stderr."""
-    folder = make_run("sleep 60")
-    begin = time.monotonic()
+    folder = make_run("sleep 9999")
     start(folder)
-    assert time.monotonic() - begin < 50.0
     answer("stop", folder.name, "--workspace", str(folder.parents[1]))
 
 
@@ -191,7 +189,7 @@ def test_a_run_that_ended_is_started_again(make_run: MakeRun) -> None:
 
 
 def test_a_run_that_continues_is_not_started_again(make_run: MakeRun) -> None:
-    folder = make_run("sleep 30")
+    folder = make_run("sleep 9999")
     start(folder)
     done = node("start", "--again", str(folder))
     assert (done.returncode, done.stderr) == (
@@ -205,7 +203,7 @@ def test_a_supervisor_that_has_outlived_its_job_makes_room(make_run: MakeRun) ->
     folder = make_run(f'[ -e "$FOLDER/first" ] && exit 3; {first}')
     start(folder)
     wait_until((folder / "first").exists)
-    done = node("start", "--again", "--patience", "20", str(folder))
+    done = node("start", "--again", "--patience", f"{STEP_S}", str(folder))
     assert (done.returncode, done.stderr) == (0, "")
     assert node("follow", str(folder)).returncode == 3
     assert not (folder / run_folder.STOPPED).exists()
@@ -217,13 +215,13 @@ def test_the_word_to_save_waits_for_a_rank(make_run: MakeRun) -> None:
     rank += "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
     rank += 'while not os.path.exists(folder / "ready"): time.sleep(0.05)\n'
     rank += "time.sleep(1.0); heartbeat.start(folder, 0)\n"
-    folder = make_run(f"{FINISHED}exec {sys.executable} -c '{rank}time.sleep(20)' \"$FOLDER\"")
+    folder = make_run(f"{FINISHED}exec {sys.executable} -c '{rank}time.sleep(9999)' \"$FOLDER\"")
     start(folder)
     assert answer("save", str(folder)) == {"ranks": 0}
     (folder / "ready").touch()
-    assert answer("save", str(folder), "--patience", "20") == {"ranks": 1}
+    assert answer("save", str(folder), "--patience", f"{STEP_S}") == {"ranks": 1}
     wait_until(lambda: exit_code_of(folder) is not None)
-    assert answer("save", str(folder), "--patience", "20") == {"ranks": 0}
+    assert answer("save", str(folder), "--patience", f"{STEP_S}") == {"ranks": 0}
 
 
 def test_what_cannot_be_started(workspace: Path) -> None:
@@ -261,7 +259,7 @@ def test_a_start_that_fails_can_be_tried_again(make_run: MakeRun) -> None:
 
 
 def test_a_lost_run_is_named_as_such(workspace: Path, make_run: MakeRun) -> None:
-    folder = make_run("sleep 60")
+    folder = make_run("sleep 9999")
     start(folder)
     pattern = f"tridock.node start {folder}"
     (supervisor,) = (
@@ -302,7 +300,7 @@ def test_runs_are_listed_by_age_with_their_last_metrics(workspace: Path) -> None
         "z-y-20260101-000000-abcd", "b-20260102-000000-0000", "a-20260103-000000-0000",
     ]  # fmt: skip
     age = runs[1].pop("age_s")
-    assert 0.0 <= age < 600.0
+    assert 0.0 <= age < STEP_S
     assert runs[1] == {
         "run_id": folder.name, "state": "ready", "exit_code": None, "created": "20260102-000000", "metrics": lines[-2],
         "experiment": "b", "nodes": [], "train_iters": None, "duration_s": None, "head": "", "slots": {},
@@ -327,12 +325,10 @@ def test_looking_never_hinders_a_start(make_run: MakeRun) -> None:
 
 
 def test_a_stop_returns_once_its_end_is_recorded(workspace: Path, make_run: MakeRun) -> None:
-    folder = make_run("sleep 60")
+    folder = make_run("sleep 9999")
     start(folder)
-    begin = time.monotonic()
     assert answer("stop", folder.name, "--workspace", str(workspace))["remaining"] == 0
     assert exit_code_of(folder) == 143
-    assert time.monotonic() - begin < 50.0
     wait_until(lambda: not is_supervised(folder))
 
 
@@ -359,9 +355,9 @@ def test_a_run_stays_on_a_node_that_is_not_the_head_of_the_one_that_loaded_it(
     over, other = make_run(FINISHED), make_run(FINISHED)
     (other / run_folder.EXPERIMENT).write_text(f"train:\n  load: runs/{over.name}/checkpoints\n")
     argv = ("remove", "--workspace", str(workspace), over.name)
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, "TRIDOCK_RUN_ID": other.name}) as rank:
+    with subprocess.Popen(["sleep", "9999"], env={**os.environ, "TRIDOCK_RUN_ID": other.name}) as rank:
         try:
-            wait_until(lambda: answer(*argv) == {"kept": [over.name]}, 30)
+            wait_until(lambda: answer(*argv) == {"kept": [over.name]})
         finally:
             rank.kill()
     assert answer(*argv) == {"kept": []}

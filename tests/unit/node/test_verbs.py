@@ -5,11 +5,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.contracts.run_folder import new_run_id
 from tridock.node import __main__ as command
 from tridock.node.agent.processes import find_processes, stop_processes
@@ -47,13 +47,11 @@ def test_preflight_takes_the_variables_of_the_ranks(tmp_path: Path) -> None:
     assert json.loads(verb(*needs, "--rank-env", f"TRIDOCK_MEGATRON={tmp_path}/no").stdout)["lacks"] != []
 
 
-@pytest.mark.parametrize("daemon", ["sleep 300", "sh -c 'while echo started; do sleep 0.3; done'"])
+@pytest.mark.parametrize("daemon", ["sleep 9999", "sh -c 'while echo started; do sleep 0.3; done'"])
 def test_a_program_has_ended_when_it_has_whatever_holds_its_output(daemon: str) -> None:
     run_id = new_run_id("daemon")
-    began = time.monotonic()
     done = verb("on-devices", "0", "sh", "-c", f"{daemon} & echo started; exit 3", TRIDOCK_RUN_ID=run_id)
     stop_processes(run_id, 0.0)
-    assert time.monotonic() - began < 60
     *printed, last = done.stdout.splitlines()
     assert (done.returncode, set(printed)) == (3, {"started"})
     name = daemon.split()[0]
@@ -75,6 +73,6 @@ def test_a_program_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"1\n"
     process.stdout.close()
-    assert process.wait(60) == 3
+    assert process.wait(STEP_S) == 3
     assert (tmp_path / "done").exists()
     assert not (tmp_path / "events.jsonl").exists()

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.ops.conftest import program
 from tridock.cluster.settings import load_cluster
 from tridock.command import Command
@@ -41,7 +42,7 @@ def hosts_of(folder: Path) -> Hosts:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -82,7 +83,7 @@ def test_the_second_command_waits_for_the_first(tmp_path: Path, monkeypatch: pyt
         said = rf"another command \({who}\) changes the nodes of lab; waiting for it\n"
         wait_until(lambda: re.fullmatch(said, shown.getvalue()) is not None)
         assert not entered.is_set()
-    assert entered.wait(20)
+    assert entered.wait(STEP_S)
     thread.join()
 
 
@@ -118,7 +119,7 @@ def test_a_host_where_nothing_can_be_written_cannot_be_locked(tmp_path: Path) ->
 def test_a_lock_that_hangs_ends_with_its_host_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file server whose lock daemon does not answer."""
     (tmp_path / "bin").mkdir()
-    program(tmp_path / "bin" / "flock", "exec sleep 300")
+    program(tmp_path / "bin" / "flock", "exec sleep 9999")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setattr("tridock.ops.hosts.attached.FIRST_LINE_S", 1)
     made = hosts_of(tmp_path)

@@ -100,6 +100,6 @@ def test_a_connection_that_is_lost() -> None:
 def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "SILENCE_S", 0.4)
     began = time.monotonic()
-    said = message(Parts([b"one\n", 0.1, BEAT, 30.0]))
-    assert 0.4 <= time.monotonic() - began < 25.0
+    said = message(Parts([b"one\n", 0.1, BEAT, 9999.0]))
+    assert time.monotonic() - began >= 0.4
     assert said == f"a: has said nothing for 0 s while run-1 was followed; {TODO}"

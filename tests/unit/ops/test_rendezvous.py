@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.errors import TridockError
 from tridock.ops.runs.rendezvous import Terms, follow, lead
 
@@ -43,11 +44,11 @@ class Node(threading.Thread):
             self.outcome = error
 
 
-def meet(port: int, *others: Terms, patience: float = 10.0) -> list[Any]:
+def meet(port: int, *others: Terms, patience: float = STEP_S) -> list[Any]:
     leader = Node(lambda: lead(port, FIRST, "run-1", silent, patience))
     nodes = [leader, *(Node(lambda t=t: follow("127.0.0.1", port, t, silent, patience)) for t in others)]
     for node in nodes:
-        node.join(30)
+        node.join(STEP_S)
     return [str(node.outcome) if isinstance(node.outcome, TridockError) else node.outcome for node in nodes]
 
 
@@ -57,28 +58,28 @@ def test_all_get_the_same_run(port: int) -> None:
 
 def test_the_others_may_come_first(port: int) -> None:
     said: list[str] = []
-    early = Node(lambda: follow("127.0.0.1", port, replace(FIRST, nnodes=2, node_rank=1), said.append, 10.0))
+    early = Node(lambda: follow("127.0.0.1", port, replace(FIRST, nnodes=2, node_rank=1), said.append, STEP_S))
     while not said:
         early.join(0.05)
-    lead(port, replace(FIRST, nnodes=2), "run-1", silent, 10.0)
-    early.join(10)
+    lead(port, replace(FIRST, nnodes=2), "run-1", silent, STEP_S)
+    early.join(STEP_S)
     assert (said, early.outcome) == ([f"waiting for node 0 at 127.0.0.1:{port}"], "run-1")
 
 
 def test_who_speaks_something_else_is_ignored(port: int) -> None:
     terms = replace(FIRST, nnodes=2)
-    leader = Node(lambda: lead(port, terms, "run-1", silent, 10.0))
+    leader = Node(lambda: lead(port, terms, "run-1", silent, STEP_S))
     for message in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b""):
         while True:
             try:
-                stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
+                stranger = socket.create_connection(("127.0.0.1", port), timeout=STEP_S)
                 break
             except ConnectionRefusedError:
                 continue
         with stranger:
             stranger.sendall(message)
-    assert follow("127.0.0.1", port, replace(terms, node_rank=1), silent, 10.0) == "run-1"
-    leader.join(10)
+    assert follow("127.0.0.1", port, replace(terms, node_rank=1), silent, STEP_S) == "run-1"
+    leader.join(STEP_S)
     assert leader.outcome is None
 
 
@@ -101,10 +102,10 @@ def test_terms_that_differ_stop_both_sides(port: int, other: Terms, message: str
 
 
 def test_both_sides_hold_the_same_problems(port: int) -> None:
-    leader = Node(lambda: lead(port, FIRST, "run-1", silent, 10.0))
-    other = Node(lambda: follow("127.0.0.1", port, replace(FIRST, node_rank=1, nproc=8), silent, 10.0))
+    leader = Node(lambda: lead(port, FIRST, "run-1", silent, STEP_S))
+    other = Node(lambda: follow("127.0.0.1", port, replace(FIRST, node_rank=1, nproc=8), silent, STEP_S))
     for node in (leader, other):
-        node.join(30)
+        node.join(STEP_S)
     assert other.outcome.problems == leader.outcome.problems
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.ops.conftest import LARGE, Lab, brought, counts, program
 from tridock.errors import ClusterError, RequestError, TridockError
 from tridock.experiment import load_experiment
@@ -84,7 +85,7 @@ def slow(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
     thread = threading.Thread(target=lambda: sync(lab.hosts, chosen), daemon=True)
     thread.start()
     places = [lab.workspace(node) / "data" for node in lab.hosts]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while not all(any(path.stat().st_size > 1_000_000 for path in it.glob(".x.bin.*")) for it in places):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.remote import clock
 
 ROOT = Path(__file__).parents[3]
@@ -100,11 +101,11 @@ def test_time_in_which_a_command_was_stopped_counts_in_no_limit(tmp_path: Path) 
         time.sleep(1)
         there.touch()
         said = dict.fromkeys(processes, "")
-        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 60) as node:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), STEP_S) as node:
             node.sendall(b'{"node_rank": 1, "nnodes": 2, "nproc": 1, "experiment_sha256": "a"}\n')
             node.recv(4096)
         for name, process in processes.items():
-            out, errors = process.communicate(timeout=120)
+            out, errors = process.communicate(timeout=STEP_S)
             said[name] = out.replace("\n", "") or errors.splitlines()[-1]
     assert said == {**dict.fromkeys(WAITING, "trained"), "a program here": "trained, asked"}
 
@@ -112,5 +113,5 @@ def test_time_in_which_a_command_was_stopped_counts_in_no_limit(tmp_path: Path) 
 def test_a_limit_is_kept_by_a_process_that_runs() -> None:
     began = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):
-        clock.run(["sleep", "600"], 1.2)
-    assert 1.2 <= time.monotonic() - began < 300
+        clock.run(["sleep", "9999"], 1.2)
+    assert time.monotonic() - began >= 1.2

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.cluster.settings import load_cluster
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem, RequestError
@@ -213,20 +214,18 @@ def test_ctrl_c_waits_for_what_an_action_undoes_and_ends_its_next_command() -> N
     begun = threading.Barrier(2, timer.start)
 
     def work(name: str, host: Host) -> None:
-        begun.wait(30)
+        begun.wait(STEP_S)
         try:
-            host.run(Command.of("sleep", "60"))
-            host.run(Command.of("sleep", "61"))
+            host.run(Command.of("sleep", "9960"))
+            host.run(Command.of("sleep", "9961"))
         finally:
             time.sleep(0.2)
             undone.append(name)
 
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         on_all({"a": LocalHost("a"), "b": LocalHost("b")}, work, cap=2)
     timer.join()
     assert sorted(undone) == ["a", "b"]
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(("cap", "most"), [(1, 1), (3, 3), (100, 8), (0, 1)])
@@ -240,7 +239,7 @@ def test_the_cap(cap: int, most: int) -> None:
             seen.append(now)
             if now == most:
                 full.set()
-        full.wait(30)
+        full.wait(STEP_S)
         time.sleep(0.01)
         with lock:
             now -= 1

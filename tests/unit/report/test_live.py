@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.report.test_page import a_run
 from tridock.cli import main
 from tridock.errors import ClusterError, Problem
@@ -125,7 +126,7 @@ def test_only_the_token_opens_the_page_and_nothing_but_reading_is_answered(serve
 
 
 def test_the_data_has_every_run_also_one_that_cannot_be_asked(server: LiveServer) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STEP_S
     while True:  # each run is asked by a thread of its own, in any order
         runs = json.loads(ask(server, f"/{server.token}/data")[1])
         if len(runs) == 2 and runs[0]["iteration"] and runs[1]["problem"]:

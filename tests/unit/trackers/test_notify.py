@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.trackers.conftest import ROOT, RUN_ID, make_run
 from tridock.contracts.node_answers import Space
 from tridock.contracts.run_state import RunState
@@ -49,8 +50,8 @@ def webhook() -> Iterator[tuple[str, list[dict[str, str]]]]:
         server.shutdown()
 
 
-def wait_until(condition: object, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition: object) -> None:
+    deadline = time.monotonic() + STEP_S
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -185,7 +186,7 @@ def test_a_disk_that_is_full_is_told_once_also_where_no_file_can_be_written(
             time.sleep(3)  # it looks once a second
             (disk / "filler").unlink()
             (run / "exit_code").write_text("0\n")
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=STEP_S)
         assert process.returncode == 0, errors
         assert [body["title"].partition(": ")[2] for body in bodies] == ["the disk is nearly full", "finished"]
         sent = json.loads((run / ".trackers" / "notify.json").read_text())

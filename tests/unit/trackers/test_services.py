@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.trackers.conftest import RUN_ID, end, make_run
 from tridock.contracts.trackers import Notification
 
@@ -40,7 +41,7 @@ def fail(start: Start, folder: Path, address: str, **env: str) -> Path:
     end(run, 4)
     with start("notify", run, TRIDOCK_NOTIFY_0=address, **env) as process:
         argv = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=STEP_S)
     assert process.returncode == 0, errors
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert SECRET not in errors + argv.decode()

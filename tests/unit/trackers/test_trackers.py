@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.trackers.conftest import RUN_ID, end, make_run
 from tridock.contracts.trackers import Tracker
 
@@ -101,7 +102,7 @@ def test_a_killed_tracker_continues_where_it_stopped(name: str, start: Start, py
 
         with (run / ".supervisor").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + STEP_S
             while [sent(run, name).get(series) for series in ("train", "samples")] != [30, 20]:
                 assert first.poll() is None, first.communicate()
                 assert time.monotonic() < deadline
@@ -116,7 +117,7 @@ def test_a_killed_tracker_continues_where_it_stopped(name: str, start: Start, py
             sample(run, 20, 30)
             end(run)
         second = start(name, run)
-        _, errors = second.communicate(timeout=120)
+        _, errors = second.communicate(timeout=STEP_S)
     finally:
         first.kill()
     assert second.returncode == 0, errors
@@ -147,7 +148,7 @@ def test_a_tracker_that_is_offline_contacts_nobody(name: str, start: Start, tmp_
     end(run)
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-        _, errors = start(name, run, HTTPS_PROXY=address, HTTP_PROXY=address).communicate(timeout=120)
+        _, errors = start(name, run, HTTPS_PROXY=address, HTTP_PROXY=address).communicate(timeout=STEP_S)
         assert f"{name}: 4 points sent" in errors
         proxy.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -161,7 +162,7 @@ def test_a_finished_run_is_tracked_afterwards_once(start: Start, python: str, tm
     settings = json.dumps({"name": "tensorboard", "project": "p", "entity": None, "address": None, "offline": False})
     for points in (6, 0):
         process = start("tensorboard", run, settings)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=STEP_S)
         assert (process.returncode, errors.splitlines()[-1]) == (0, f"tensorboard: {points} points sent")
     train, valid, _ = read(python, "tensorboard", run)
     assert [step for step, _ in train] == [1, 2, 3, 4, 5]
@@ -173,7 +174,7 @@ def test_a_server_that_is_away_costs_nothing_but_its_points(start: Start, tmp_pa
     end(run)
     settings = {"name": "mlflow", "project": "p", "entity": None, "address": "http://127.0.0.1:9", "offline": False}
     process = start("mlflow", run, json.dumps(settings), MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=STEP_S)
     assert process.returncode == 1
     last = f"mlflow: the rest waits; tridock track {run} --tracker mlflow sends it"
     assert errors.splitlines()[-2:] == ["mlflow: 0 points sent", last]

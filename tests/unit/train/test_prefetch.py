@@ -13,13 +13,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.patience import STEP_S
 from tridock.errors import Problem, RequestError
 from tridock.train.data.dataset import Samples
 from tridock.train.data.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 TRAIN, VALID = (Samples(name, np.arange(100), 4, 100, 1) for name in ("train", "valid"))
-PATIENCE = 20.0
 
 
 class Reader:
@@ -45,7 +45,7 @@ def test_the_next_batch_is_read_before_it_is_asked_for() -> None:
     prefetcher = Prefetcher(reader, CPU)
     batches = prefetcher.get(TRAIN, 0, 8)
     assert [batch.tolist() for batch in batches] == [[[0] * 3] * 2, [[1] * 3] * 2]
-    assert all(reader.done.acquire(timeout=PATIENCE) for _ in range(2))
+    assert all(reader.done.acquire(timeout=STEP_S) for _ in range(2))
     assert reader.seen == [("train", 0), ("train", 8)]
     assert prefetcher.get(TRAIN, 8, None)[0][0, 0] == 8
     assert reader.seen == [("train", 0), ("train", 8)]  # once each, and nothing after the last
@@ -79,7 +79,7 @@ def test_ctrl_c_does_not_wait_for_what_is_read() -> None:
 
     def read(samples: Samples, first: int) -> Iterator[NDArray[Any]]:
         timer.start()
-        released.wait(PATIENCE)
+        released.wait(STEP_S)
         yield np.zeros((1, 1))
 
     try:

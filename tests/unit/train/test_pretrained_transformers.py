@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.patience import STEP_S
 from tests.unit.train.pretrained_models import (
     before_and_in_ranks,
     gpt_of,
@@ -258,7 +259,9 @@ def test_the_message_about_pickles_has_the_command_that_converts_them(tmp_path: 
     assert both(folder) == str(problem)
     command = problem.todo.partition(": ")[2]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    subprocess.run(command, shell=True, check=True, env={**os.environ, "PATH": path}, timeout=120, capture_output=True)
+    subprocess.run(
+        command, shell=True, check=True, env={**os.environ, "PATH": path}, timeout=STEP_S, capture_output=True
+    )
     assert preflight(folder, LLAMA, "hf") == []
     own = dict(gpt_of(LLAMA).named_parameters())
     found = loaded(folder, LLAMA, "hf")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
+
 PROGRAM = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -22,7 +24,9 @@ END
 
 def run(tmp_path: Path, end: str) -> tuple[int, str, str]:
     program = PROGRAM.replace("END", end)
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=STEP_S
+    )
     assert done.stderr == ""
     return done.returncode, done.stdout, (tmp_path / "logs/rank-3.log").read_text()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import STEP_S
 from tridock.contracts.events import Event, events_of
 from tridock.errors import Problem, RunError
 from tridock.train.checkpoints.saver import Saver
@@ -30,7 +31,7 @@ class Slow:
 
         def write() -> Path:
             if in_background:
-                assert self.may_end.wait(60)
+                assert self.may_end.wait(STEP_S)
             if self.error is not None:
                 raise self.error
             return self.folder

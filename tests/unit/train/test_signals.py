@@ -20,9 +20,9 @@ signals._EXIT_SECONDS = signals.BURST_SECONDS = 0.3
 signals.STEP_SECONDS = 1.0
 signals.listen(Path(sys.argv[1]))
 """
-# A busy machine takes its time to end a Python.
+# A limit that is not the subject: a busy machine takes its time to end a Python.
 LOOP = """
-signals._EXIT_SECONDS = 40.0
+signals._EXIT_SECONDS = 600.0
 steps = 0
 with signals.save_on_signal():
     while not signals.save_requested(lambda here: here):
@@ -49,49 +49,50 @@ def signalled(
     """Exit code, output and seconds of a rank that gets the signals, ``pause`` apart, once it says that it is ready."""
     command: Sequence[str] = [sys.executable, "-c", BEGINNING + program, str(folder), argument]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        started = time.monotonic()
-        for count, number in enumerate(numbers):
-            time.sleep(pause if count else 0.0)
-            process.send_signal(number)
-        said = process.stdout.read()
-        return process.wait(), said, time.monotonic() - started
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            started = time.monotonic()
+            for count, number in enumerate(numbers):
+                time.sleep(pause if count else 0.0)
+                process.send_signal(number)
+            said = process.stdout.read()
+            return process.wait(), said, time.monotonic() - started
+        finally:
+            process.kill()
 
 
 def test_sigterm_stops_the_main_thread(tmp_path: Path) -> None:
     program = """
-signals._EXIT_SECONDS = 40.0
+signals._EXIT_SECONDS = 600.0
 try:
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(9999)
 except signals.Stopped:
     print("stopped", flush=True)
     os._exit(7)
 """
-    code, said, seconds = signalled(tmp_path, program, signal.SIGTERM)
+    code, said, _ = signalled(tmp_path, program, signal.SIGTERM)
     assert (code, said) == (7, "stopped\n")
-    assert seconds < 50
 
 
 def test_sigterm_ends_a_rank_whose_way_out_is_blocked(tmp_path: Path) -> None:
     program = f"""
 try:
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(9999)
 except signals.Stopped:
     {BLOCKED.strip().replace(chr(10), chr(10) + "    ")}
     lock(mutex)
 """
-    code, said, seconds = signalled(tmp_path, program, signal.SIGTERM)
+    code, said, _ = signalled(tmp_path, program, signal.SIGTERM)
     assert (code, said) == (143, LAST_LINE)
-    assert seconds < 50
 
 
 def test_sigterm_in_a_finalizer_is_not_lost(tmp_path: Path) -> None:
     program = """
 import signal
-signals._EXIT_SECONDS = 40.0
+signals._EXIT_SECONDS = 600.0
 class Thing:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -101,7 +102,7 @@ print("ready", flush=True)
 try:
     thing = Thing()
     del thing
-    time.sleep(20)
+    time.sleep(9999)
 except signals.Stopped:
     print("stopped", flush=True)
     os._exit(0)
@@ -117,7 +118,7 @@ def test_a_loop_that_saves_is_asked_after_its_step(tmp_path: Path, number: int) 
 
 
 def test_a_launcher_that_repeats_the_signal_is_no_second_one(tmp_path: Path) -> None:
-    program = f"signals.BURST_SECONDS = 40.0{LOOP}"
+    program = f"signals.BURST_SECONDS = 600.0{LOOP}"
     code, said, _ = signalled(tmp_path, program, signal.SIGTERM, signal.SIGTERM, argument="1.5", pause=0.05)
     assert (code, said) == (5, "asked True\ndone\n")
 
@@ -128,16 +129,15 @@ def test_sigterm_at_the_limit_leaves_a_save_alone_that_sigusr1_began(tmp_path: P
 
 
 def test_a_second_sigterm_ends_a_rank_that_saves(tmp_path: Path) -> None:
-    code, said, seconds = signalled(tmp_path, LOOP, signal.SIGTERM, signal.SIGTERM, argument="60")
+    code, said, _ = signalled(tmp_path, LOOP, signal.SIGTERM, signal.SIGTERM, argument="9999")
     assert code == 1
     assert said.splitlines()[0] == "asked True"
     assert said.splitlines()[-1].endswith("Stopped")
-    assert seconds < 50
 
 
 def test_who_stops_the_run_wants_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".stopped").touch()
-    code, said, _ = signalled(tmp_path, LOOP, signal.SIGTERM, argument="60")
+    code, said, _ = signalled(tmp_path, LOOP, signal.SIGTERM, argument="9999")
     assert code == 1
     assert said.splitlines()[-1].endswith("Stopped")
 

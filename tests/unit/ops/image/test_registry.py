@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.ops.image.registry import LoopbackRegistry, digest_of
 
 CONFIG = b'{"rootfs": {"diff_ids": ["base", "packages", "code"]}}'
@@ -21,7 +22,7 @@ BASE, PACKAGES, CODE = LAYERS
 def ask(
     registry: LoopbackRegistry, method: str, path: str, body: object = None, **headers: str
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
-    connection = http.client.HTTPConnection("127.0.0.1", registry.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", registry.port, timeout=STEP_S)
     chunked = headers.get("Transfer-Encoding") == "chunked"
     connection.request(method, path, body=body, headers=headers, encode_chunked=chunked)  # type: ignore[arg-type]
     answer = connection.getresponse()
@@ -104,7 +105,7 @@ def test_hosts_that_ask_for_the_same_layer_wait_for_one_push(registry: LoopbackR
     registry.refused |= {CODE}
     engine.push()
     for host in hosts:
-        host.join(10)
+        host.join(STEP_S)
     assert (answers, engine.sent) == ([LAYERS[CODE]] * 3, [CODE])
 
 
@@ -113,7 +114,7 @@ def test_a_layer_that_the_engine_does_not_bring_is_not_found(registry: LoopbackR
     host = threading.Thread(target=lambda: answers.append(ask(registry, "GET", f"{path}/blobs/{BASE}")[0]))
     host.start()
     registry.refuse_to_wait(registry.wanted())
-    host.join(10)
+    host.join(STEP_S)
     assert answers == [404]
 
 
@@ -160,7 +161,7 @@ def test_an_engine_that_goes_away_in_the_middle_leaves_no_layer_and_no_traceback
 
 
 def test_an_engine_that_tries_tls_learns_at_once_that_this_is_http(registry: LoopbackRegistry) -> None:
-    with socket.create_connection(("127.0.0.1", registry.port), timeout=5) as engine:
+    with socket.create_connection(("127.0.0.1", registry.port), timeout=STEP_S) as engine:
         engine.sendall(b"\x16\x03\x01 a greeting without the end of a line")
         assert engine.recv(5) == b"HTTP/"
 

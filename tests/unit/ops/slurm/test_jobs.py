@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.ops.slurm.conftest import SINFO, START, Answer, Slurm
 from tridock.ops.slurm import scheduler
 
@@ -172,7 +173,7 @@ def test_the_allocations_options_count(
     # It becomes its script.
     argv = [sys.executable, "-m", "tridock.cli", "slurm", "run", "t.yaml", "--cpus-per-node", "4"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{os.environ['PATH'].split(':')[0]}:/usr/bin:/bin"}
-    done = subprocess.run(argv, cwd=workspace, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, cwd=workspace, env=env, capture_output=True, text=True, timeout=STEP_S, check=False)
     (folder,) = (workspace / "runs").iterdir()
     assert (done.returncode, done.stderr.strip()) == (0, "")
     assert done.stdout.splitlines() == [f"run {folder.name}; folder {folder}", "the supervisor"]

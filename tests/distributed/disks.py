@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.distributed.ranks import free_port, process, rank_environment
-
-_PATIENCE = 400.0
+from tests.patience import WORK_S
 
 
 def run_on(
@@ -32,7 +31,7 @@ def run_on(
         own = rank_environment() | {key: str(value) for key, value in where.items()} | dict(env)
         processes.append(process(argvs[node], own, outputs[-1], outputs[-1].with_suffix(".err"), imports))
     try:
-        codes = [it.wait(_PATIENCE) for it in processes]
+        codes = [it.wait(WORK_S) for it in processes]
     finally:
         for it in processes:
             it.kill()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.ranks import PATIENCE, Finished, Started, losses, read_lines
+from tests.distributed.ranks import Finished, Started, losses, read_lines
+from tests.patience import WORK_S
 
 Begin = Callable[..., tuple[Path, Started]]
 """Starts two ranks: the run's name, a fault of ``checkpointed`` or None, and fields."""
@@ -80,7 +81,7 @@ def load(folder: Path) -> dict[str, Any]:
 def finish(ranks: Started, code: int) -> Finished:
     """Waits; all ranks leave with the code."""
     with ranks:
-        finished = ranks.wait(2 * PATIENCE)
+        finished = ranks.wait()
     assert finished.codes == [code] * len(finished.codes), finished.out[0][-3000:] + finished.err[0][-3000:]
     for text in (*finished.out, *finished.err):
         assert "Traceback" not in text, text
@@ -109,7 +110,7 @@ def wait_for(folder: Path, event: str, count: int, ranks: Started) -> None:
 
 
 def wait_until(condition: Callable[[], bool], ranks: Started) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WORK_S
     while not condition():
         assert time.monotonic() < deadline
         assert ranks.processes[0].poll() is None, ranks.outputs[0][0].read_text() + ranks.outputs[0][1].read_text()

@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as checkpoint
 from torch._C._distributed_c10d import _dump_fr_trace
 
 from tests.distributed.ranks import free_port
+from tests.patience import STEP_S
 from tridock.contracts.run_folder import FLIGHT
 from tridock.train.checkpoints.pickles import safe_distributed_load
 from tridock.train.rank import process_group, run, signals
@@ -149,12 +150,12 @@ def rendezvous() -> None:
 
 def ended_from_outside() -> None:
     signals.listen(FOLDER)
-    signals._EXIT_SECONDS = 600.0  # it goes through another fault afterwards
+    signals._EXIT_SECONDS = 9999.0  # it goes through another fault afterwards
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(5)
 
 
-def meet(world_size: int, name: str = "alone", seconds: float = 60.0) -> None:
+def meet(world_size: int, name: str = "alone", seconds: float = STEP_S) -> None:
     store = dist.FileStore(str(FOLDER / f"store-{name}"), world_size)
     place = int(os.environ["RANK"]) if world_size > 1 else 0
     if world_size > 1:

@@ -10,7 +10,8 @@ from typing import Any
 
 from tests.distributed.disturbed import Begin, finish, iterations, named
 from tests.distributed.killed import count_file
-from tests.distributed.ranks import PATIENCE, losses
+from tests.distributed.ranks import losses
+from tests.patience import WORK_S
 from tridock.contracts.checkpoint_files import is_complete
 from tridock.contracts.checkpoints import saved_in
 
@@ -61,7 +62,7 @@ def survive(begin: Begin, workspace: Path, name: str, points: int) -> None:
             kind, rank, place = "bytes", chance.randrange(2), chance.randrange(chance.choice(sizes))
         run, ranks = begin(f"killed-{number}", f"{kind}:{rank}:{place}", **{**saves, **given})
         with ranks:
-            code = ranks.processes[rank].wait(PATIENCE)
+            code = ranks.processes[rank].wait(WORK_S)
         said = f"{kind}:{rank}:{place}\n" + "".join(path.read_text() for pair in ranks.outputs for path in pair)
         assert code in DEATHS, said
         within_files += code == -signal.SIGXFSZ

@@ -20,13 +20,13 @@ import pytest
 from tests.dataset_writer import IndexedDatasetWriter
 from tests.distributed import fork_server
 from tests.experiments import with_fields
+from tests.patience import WORK_S
 from tridock.contracts.run_folder import DEEPSPEED_CONFIG, EXPERIMENT
 from tridock.engines.deepspeed import deepspeed_config
 from tridock.experiment import dump_experiment, load_experiment
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 96
-PATIENCE = 240.0
 
 
 def free_port() -> int:
@@ -121,9 +121,9 @@ class Started:
             process.kill()
             process.wait()
 
-    def wait(self, patience: float = PATIENCE) -> Finished:
+    def wait(self) -> Finished:
         """Waits for all ranks."""
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + WORK_S
         codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
         out = [path.read_text() for path, _ in self.outputs]
         err = [path.read_text() for _, path in self.outputs]
@@ -131,7 +131,7 @@ class Started:
 
     def until(self, text: str) -> None:
         """Waits until rank 0 has written this."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + WORK_S
         while text not in self.outputs[0][0].read_text():
             assert time.monotonic() < deadline, f"no {text!r} in {self.outputs[0][0].read_text()}"
             assert self.processes[0].poll() is None, self.outputs[0][1].read_text()

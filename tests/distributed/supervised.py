@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import ROOT, free_port, rank_environment, read_lines
+from tests.patience import STEP_S
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.events import Event
 from tridock.contracts.run_state import exit_code_of
@@ -42,7 +43,7 @@ class Run:
         for name, load in ((run_folder.LAUNCH_SCRIPT, ""), (run_folder.RESUME_SCRIPT, "load")):
             values = {"ranks": ranks, "program": program, "python": sys.executable}
             (folder / name).write_text(script.format(folder=folder, steps=steps, load=load, **values))
-        base = {"master_port": free_port(), "hang_timeout_s": 30.0, "checkpoints": f"{folder}/checkpoints"}
+        base = {"master_port": free_port(), "hang_timeout_s": STEP_S, "checkpoints": f"{folder}/checkpoints"}
         all_here = {"here": tuple(range(ranks)), **dict.fromkeys(fields.get("remote", ()), ())}
         supervision = Supervision("here", fields.pop("places", all_here), **{"remote": (), **base, **fields})
         (folder / run_folder.SUPERVISION).write_text(supervision.to_json())
@@ -50,7 +51,7 @@ class Run:
 
     def start(self) -> None:
         arguments = [sys.executable, "-m", "tridock.node", "start", str(self.folder)]
-        subprocess.run(arguments, env=rank_environment(), cwd=ROOT, check=True, timeout=30)
+        subprocess.run(arguments, env=rank_environment(), cwd=ROOT, check=True, timeout=STEP_S)
 
     def beat(self, rank: int) -> heartbeat.Heartbeat | None:
         return heartbeat.read(self.folder, rank)
@@ -61,7 +62,7 @@ class Run:
             lambda: all((b := self.beat(n)) and b.phase == "train" and b.iteration > beyond for n in range(ranks))
         )
 
-    def until(self, condition: Callable[[], object], seconds: float = 120.0) -> float:
+    def until(self, condition: Callable[[], object], seconds: float = STEP_S) -> float:
         """Waits; how long it took."""
         began = time.monotonic()
         while not condition():
@@ -83,7 +84,7 @@ class Run:
             self.ask(rank, "finish")
         return self.end()
 
-    def end(self, seconds: float = 120.0) -> int:
+    def end(self, seconds: float = STEP_S) -> int:
         self.until(lambda: exit_code_of(self.folder) is not None, seconds)
         code = exit_code_of(self.folder)
         assert code is not None
@@ -106,7 +107,7 @@ class Run:
     def stop(self) -> subprocess.CompletedProcess[str]:
         workspace = str(self.folder.parents[1])
         arguments = [sys.executable, "-m", "tridock.node", "stop", self.folder.name, "--workspace", workspace]
-        return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+        return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True, timeout=STEP_S)
 
     def others(self, verb: str) -> dict[int, list[bytes]]:
         """The processes of ``tridock.node`` that are at work for this run, with their arguments."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.ranks import ROOT, free_port, rank_environment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 # What stands before torch on the path: a disk that takes its time.
 SLOW_DISK = """

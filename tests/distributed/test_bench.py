@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import (
-    PATIENCE,
     check_communication,
     losses,
     make_data,
@@ -23,10 +22,11 @@ from tests.distributed.ranks import (
     rank_environment,
     read_lines,
 )
+from tests.patience import WORK_S
 from tridock.contracts.node_answers import Process
 from tridock.node.agent.processes import find_processes, stop_processes
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 MATRIX = """
 experiment: runs/base/experiment.yaml
@@ -91,7 +91,7 @@ def start(workspace: Path, timeout: int, begun: Callable[[Path], object]) -> sub
     arguments = [sys.executable, "-m", "tridock.cli", "bench", "b.yaml", "-o", "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(arguments, cwd=workspace, env=rank_environment(), text=True, **pipes)  # type: ignore[call-overload]
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WORK_S
     while not begun(workspace):
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -120,7 +120,7 @@ def test_a_benchmark_that_is_told_to_end_stops_its_run(tmp_path: Path, number: i
     with start(tmp_path, 600, trains) as process:
         assert left_behind(tmp_path)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=WORK_S)
     assert process.returncode == 130, output
     assert output == "1 of 1: 2 ranks\nstopped, together with the current run; nothing was measured\n"
     assert left_behind(tmp_path) == []
@@ -132,7 +132,7 @@ def test_a_run_that_is_given_up_is_stopped(tmp_path: Path) -> None:
         for found in left_behind(tmp_path):
             with suppress(ProcessLookupError):  # one of a start that has ended since
                 os.setpriority(os.PRIO_PROCESS, found.pid, 19)  # it trains till then, beside other tests
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=WORK_S)
     assert "failed: no end after 30 s" in output
     assert process.returncode == 4
     assert left_behind(tmp_path) == []

@@ -11,9 +11,10 @@ import pytest
 
 from tests.distributed.ranks import ROOT, events, losses, make_data, rank_environment, run_several
 from tests.distributed.ranks import make_run as make_other
+from tests.patience import STEP_S
 from tridock.experiment import load_experiment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5
 FIELDS = {"train.train_iters": 4, "batch.micro_batch_size": 2}
@@ -32,7 +33,7 @@ def benchmark(workspace: Path, *arguments: str, processes: int = 2) -> subproces
     command = [str(ROOT / "entrypoint/ptd_benchmark.sh"), f"--nproc_per_node={processes}", *arguments]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = rank_environment() | {"PATH": path, "TRIDOCK_EXPERIMENT": "given.yaml"}
-    return subprocess.run(command, env=env, cwd=workspace, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=env, cwd=workspace, capture_output=True, text=True, timeout=STEP_S, check=False)
 
 
 def folder_of(done: subprocess.CompletedProcess[str]) -> Path:

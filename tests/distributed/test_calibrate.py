@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.ranks import make_data, make_run, rank_environment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 
 def tridock(folder: Path, *arguments: str) -> str:

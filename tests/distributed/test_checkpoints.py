@@ -19,14 +19,15 @@ import torch
 from tests.cases import thinned
 from tests.distributed import fork_server
 from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
-from tests.distributed.ranks import PATIENCE, Started, events, make_run, metrics, rank_environment, run
+from tests.distributed.ranks import Started, events, make_run, metrics, rank_environment, run
 from tests.distributed.test_restart import Training
+from tests.patience import WORK_S
 from tridock.contracts import heartbeat
 from tridock.node.agent.processes import find_processes
 from tridock.node.agent.runs import list_runs
 from tridock.train.checkpoints.pickles import megatron_classes, safe_distributed_load, safe_torch_load
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 ENGINES: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
@@ -229,7 +230,7 @@ def test_a_scheduler_that_ends_a_job_leaves_a_checkpoint(workspace: Path, number
     for pid in everything_of(run) if whom == "all" else [run.process.pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-    output = run.process.communicate(timeout=PATIENCE)[0]
+    output = run.process.communicate(timeout=WORK_S)[0]
     assert run.process.returncode == 85, output
     assert (run.folder / "exit_code").read_text() == "85\n"
     (saved,) = named(run.folder, "checkpoint_saved")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.ranks import Started, losses, make_data, make_run, run_several
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 TP, PP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline"))
 DROPOUT = {"model.hidden_dropout": 0.2, "model.attention_dropout": 0.2, "model.num_layers": 4, "train.train_iters": 6}

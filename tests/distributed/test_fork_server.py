@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import fork_server
+from tests.patience import STEP_S
 
 pytestmark = pytest.mark.distributed
 
@@ -64,12 +65,14 @@ def test_its_end_is_told_as_it_was(script: str, code: int, stderr: str) -> None:
 def test_it_can_be_waited_for_and_killed() -> None:
     with Path(os.devnull).open("r+") as nothing:
         streams = [nothing.fileno()] * 3
-        process = fork_server.start(["-c", "import time; time.sleep(60)"], "torch", environment(), Path.cwd(), *streams)
+        process = fork_server.start(
+            ["-c", "import time; time.sleep(9999)"], "torch", environment(), Path.cwd(), *streams
+        )
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.05)
     process.kill()
-    assert process.wait(10) == process.poll() == -signal.SIGKILL
+    assert process.wait(STEP_S) == process.poll() == -signal.SIGKILL
     process.kill()  # nothing happens to what has its number now
 
 

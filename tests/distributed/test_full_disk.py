@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import PATIENCE, VOCABULARY, free_port, make_data, rank_environment, read_lines
+from tests.distributed.ranks import VOCABULARY, free_port, make_data, rank_environment, read_lines
+from tests.patience import WORK_S
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.run_state import exit_code_of
 
@@ -72,7 +73,7 @@ def reached(run: Path) -> int:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WORK_S
     while not condition():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
@@ -103,7 +104,7 @@ def test_a_disk_that_is_full_and_then_read_only_for_a_while(tmp_path: Path, runs
             first = reached(run)
             wait_until(lambda: reached(run) > first + 60, process)
             assert process.poll() is None
-        output, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=WORK_S)
     assert process.returncode == 0, output + errors
     assert exit_code_of(run) == 0
     for name in (run_folder.METRICS, run_folder.EVENTS):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.distributed.ranks import ROOT
+from tests.patience import WORK_S
 
 BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -38,7 +39,7 @@ def test_from_raw_text_to_a_first_training_step(tmp_path: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=300,
+            timeout=WORK_S,
         )
         printed = done.stdout
         assert done.returncode == 0, printed

@@ -13,10 +13,10 @@ import pytest
 
 from tests.distributed.ranks import ROOT
 from tests.documentation import blocks
+from tests.patience import WORK_S
 
 MISSING = [name for name in ("peft", "lm_eval", "transformers") if find_spec(name) is None]
 pytestmark = [
-    pytest.mark.timeout(3600),
     pytest.mark.optional,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {' '.join(MISSING)}"),
 ]
@@ -49,7 +49,7 @@ def test_an_adapter_and_its_scores(tmp_path: Path) -> None:
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
-            timeout=900,
+            timeout=WORK_S,
         )
         assert done.returncode == 0, f"{block}: {done.stdout}"
         printed += done.stdout

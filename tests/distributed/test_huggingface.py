@@ -19,7 +19,7 @@ from tridock.train.huggingface.export import export
 pytest.importorskip("safetensors")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 CORE = {"engine": "megatron-core", STRATEGY: "ddp", "model.make_vocab_size_divisible_by": 9}
 SP = "parallel.sequence_parallel"

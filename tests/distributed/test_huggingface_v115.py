@@ -13,7 +13,7 @@ import torch
 
 from tests.cases import thinned
 from tests.distributed.ranks import Started, events, losses
-from tests.distributed.test_megatron_v115 import LAYOUTS, PATIENCE, WARMUP, experiment
+from tests.distributed.test_megatron_v115 import LAYOUTS, WARMUP, experiment
 from tests.exact_logits import exact_logits
 from tests.experiments import make_plan
 from tests.megatron_source import patched_source
@@ -29,7 +29,7 @@ from tridock.train.pretrained import pretrained_weights
 
 pytest.importorskip("safetensors")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 LAST = 3
 FIELDS: dict[str, Any] = {
@@ -61,7 +61,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         module = "tests.distributed.recorded_batches_v115" if name == "ddp" else program.module
         env = {**program.env, "TRIDOCK_MEGATRON": str(source)}
         with Started(["-m", module, *program.arguments], folder, world_size, env) as started:
-            finished = started.wait(PATIENCE)
+            finished = started.wait()
         assert finished.codes == [0] * world_size, "\n".join(finished.err)
         export(folder, workspace / "runs" / f"hf-{name}", LAST - 1)
         return folder
@@ -112,7 +112,7 @@ def test_other_engines_start_from_its_checkpoint(exported: Callable[[str], Path]
         (folder / DEEPSPEED_CONFIG).write_text(json.dumps(deepspeed_config(given, world_size)))
     imports = "megatron-core" if given.engine == "megatron-core" else "deepspeed"
     with Started(["-m", "tests.distributed.recorded_batches", str(folder)], folder, world_size, {}, imports) as started:
-        finished = started.wait(PATIENCE)
+        finished = started.wait()
     assert finished.codes == [0] * world_size, "\n".join(finished.err)
     assert events(folder)[0] == "checkpoint_loaded"
 

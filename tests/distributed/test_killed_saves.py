@@ -13,6 +13,7 @@ import pytest
 from tests.cases import thinned
 from tests.distributed.kills import survive
 from tests.distributed.ranks import Started, make_run
+from tests.patience import MATRIX_S
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +31,7 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(14400)
+@pytest.mark.timeout(MATRIX_S)
 @pytest.mark.parametrize("points", [3, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("engine", thinned(ENGINES, ("fsdp", "megatron-core")))
 def test_a_kill_at_any_point_of_a_save_changes_no_loss(

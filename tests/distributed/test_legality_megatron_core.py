@@ -21,7 +21,7 @@ from tridock.experiment.training import learning_rate
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 PROGRAM = "pretended"
 

@@ -15,7 +15,7 @@ from tests.distributed.legality import Case, agree, chosen, reasons_in
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("third", thinned([0, 1, 2], [0]))

@@ -22,7 +22,7 @@ from tests.megatron_source import patched_source
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("deepspeed", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 PROGRAM = "pretended_v115"
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import ROOT
+from tests.patience import STEP_S
 from tests.unit.train import test_huggingface as folders
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.experiment.model import Model
@@ -30,7 +31,6 @@ MISSING += [] if LLAMA_CPP else ["TRIDOCK_LLAMA_CPP"]
 pytestmark = [
     pytest.mark.full,
     pytest.mark.optional,
-    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {' '.join(MISSING)}"),
 ]
 TOKENS = 512
@@ -74,14 +74,14 @@ def test_llama_cpp_predicts_what_transformers_does(kind: str, tmp_path: Path, mo
         "TextModel.get_vocab_base_pre = lambda self, tokenizer: 'gpt-2'\nconvert_hf_to_gguf.main()"
     )
     converted = [sys.executable, "-c", program, str(folder), "--outtype", "f32", "--outfile", str(file)]
-    subprocess.run(converted, check=True, capture_output=True, timeout=200)
+    subprocess.run(converted, check=True, capture_output=True, timeout=STEP_S)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     taken = [it for it in gguf.GGUFReader(file).tensors if not it.name.startswith("rope_")]
     assert sum(int(it.n_elements) for it in taken) == sum(it.numel() for it in model.parameters())
     prompts = [torch.randint(TOKENS, (1, length)) for length in (1, 2, 5, 11, 23, 40, 63)]
     given = json.dumps([prompt[0].tolist() for prompt in prompts])
     asked = [sys.executable, "-m", "tests.llama_cpp", str(file)]
-    done = subprocess.run(asked, input=given, cwd=ROOT, check=True, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(asked, input=given, cwd=ROOT, check=True, capture_output=True, text=True, timeout=STEP_S)
     found = json.loads(done.stdout.splitlines()[-1])
     with torch.no_grad():
         wanted = [model(prompt).logits[0, -1].log_softmax(-1) for prompt in prompts]

@@ -14,7 +14,7 @@ from tests.distributed.disks import run_on
 from tests.distributed.ranks import Started, losses, make_data, make_run, read_lines
 from tridock.contracts.checkpoint_files import is_complete
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 CORE = {"engine": "megatron-core", "parallel.strategy": "ddp"}
 ENGINES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 LAYOUTS_ON_NODES: dict[str, dict[str, Any]] = {
     **{name: LAYOUTS[name][1] for name in ("ddp", "zero1", "zero3")},

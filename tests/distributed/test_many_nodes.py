@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.supervised import Run
+from tests.patience import WORK_S
 from tridock.contracts.run_folder import SUPERVISION
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.node.agent.processes import stop_processes
@@ -21,7 +22,6 @@ if [ -e "$1/{{node}}.lost" ]; then echo "{NO_ROUTE}" >&2; exit 255; fi
 shift
 exec "$@"
 """
-PATIENCE = 240.0
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     others = tuple(f"n{number}" for number in range(1, nodes))
     reach = Reach(("bash", "-c", SSH, "ssh", str(tmp_path)), python=sys.executable)
     places = {"here": (0,), **{node: (number,) for number, node in enumerate(others, 1)}}
-    fields = {"places": places, "remote": others, "reach": reach, "max_restarts": 1, "node_timeout_s": PATIENCE}
+    fields = {"places": places, "remote": others, "reach": reach, "max_restarts": 1, "node_timeout_s": WORK_S}
     made = Run.make(tmp_path, ranks=nodes, **fields)
     yield made
     made.kill("start")
@@ -42,21 +42,21 @@ def test_one_of_many_nodes_is_lost_and_comes_back(run: Run, tmp_path: Path) -> N
     nodes = len(Supervision.from_json((run.folder / SUPERVISION).read_text()).ranks)
     lost = f"n{nodes // 2}"
     run.start()
-    run.until(lambda: all((beat := run.beat(rank)) and beat.iteration > 12 for rank in range(nodes)), PATIENCE)
+    run.until(lambda: all((beat := run.beat(rank)) and beat.iteration > 12 for rank in range(nodes)), WORK_S)
     (tmp_path / f"{lost}.lost").touch()
     run.kill(lost)
     run.signal(nodes // 2, signal.SIGKILL)
-    seconds = run.until(lambda: run.events("node_lost"), PATIENCE)
+    seconds = run.until(lambda: run.events("node_lost"), WORK_S)
     print(f"{nodes} nodes: the lost one was named after {seconds:.0f} s")
     (event,) = run.events("node_lost", "rank_died", "rank_hung", "run_failed", "head_lost")
     assert (event["node"], event["cause"]) == (lost, "node_silent")
     assert event["reason"].endswith(f"({NO_ROUTE.format(node=lost)})")
     (tmp_path / f"{lost}.lost").unlink()
-    run.until(lambda: run.events("run_restarted"), PATIENCE)
+    run.until(lambda: run.events("run_restarted"), WORK_S)
     (restarted,) = run.events("run_restarted")
     assert restarted["iteration"] >= 10
     further = restarted["iteration"] + 5
-    run.until(lambda: all((beat := run.beat(rank)) and beat.iteration > further for rank in range(nodes)), PATIENCE)
+    run.until(lambda: all((beat := run.beat(rank)) and beat.iteration > further for rank in range(nodes)), WORK_S)
     run.stop()
-    assert run.end(PATIENCE) == 143
+    assert run.end(WORK_S) == 143
     run.until(lambda: not run.others("agent"))

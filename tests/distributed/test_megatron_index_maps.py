@@ -16,12 +16,13 @@ import pytest
 from tests.distributed.ranks import free_port, rank_environment
 from tests.distributed.test_megatron_v115 import PP, TP, WARMUP, ZERO, experiment, train
 from tests.experiments import make_plan
+from tests.patience import WORK_S
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.engines.megatron_lm.program import INDEX_MAPS, index_map_arguments
 from tridock.experiment import dump_experiment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 DATA = "data/demo"
 SHORT = {"train.train_iters": 3, "train.eval_interval": 2, WARMUP: 1}
@@ -56,7 +57,7 @@ def make(
     # As in a rank's environment: it must not matter to whom it belongs.
     env = {**os.environ, "TRIDOCK_MEGATRON": str(source), "RANK": "3", "WORLD_SIZE": "4", "MASTER_PORT": "1"}
     command = [sys.executable, "-P", "-m", INDEX_MAPS, *arguments, *options]
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=WORK_S)
 
 
 def maps(workspace: Path) -> dict[str, bytes]:
@@ -181,6 +182,6 @@ def test_a_node_whose_first_rank_reads_no_data_finds_them(workspace: Path, sourc
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
-    said = [process.communicate(timeout=300)[0] for process in processes]
+    said = [process.communicate(timeout=WORK_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, said[-1][-5000:]
     assert identity(nodes[1]) == before

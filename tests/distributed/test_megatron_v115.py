@@ -14,6 +14,7 @@ from tests.distributed import disturbed
 from tests.distributed.kills import survive
 from tests.distributed.ranks import Finished, Started, check_communication, events, losses, metrics
 from tests.experiments import make_plan, with_fields
+from tests.patience import MATRIX_S
 from tridock.contracts.tokenizers import sha256_of_data
 from tridock.data.corpus import prepare_demo
 from tridock.engines import cost_model_of, rank_program
@@ -22,9 +23,8 @@ from tridock.experiment import Experiment, dump_experiment
 from tridock.layout.shape import LayoutShape
 from tridock.plan.memory import memory_of_stage
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
-PATIENCE = 600.0
 ITERATIONS = 20
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 WARMUP = "optimizer.lr_warmup_iters"
@@ -116,7 +116,7 @@ def begin(
 def train(workspace: Path, source: Path, name: str, world_size: int, **fields: Any) -> tuple[Path, Finished]:
     folder, ranks = begin(workspace, source, name, world_size, **fields)
     with ranks as started:
-        finished = started.wait(PATIENCE)
+        finished = started.wait()
     return folder, finished
 
 
@@ -177,7 +177,7 @@ def test_no_rank_of_zero_3_holds_the_model_whole(workspace: Path, source: Path, 
     module = "tests.distributed.startup_v115"
     _, ranks = begin(workspace, source, f"built-{layout}", world_size, module=module, **fields)
     with ranks as started:
-        finished = started.wait(PATIENCE)
+        finished = started.wait()
     assert finished.codes == [0] * world_size, finished.out[0][-5000:]
     given, replicas = experiment(**fields), world_size // fields.get(TP, 1)
     start = memory_of_stage(given, 0, LayoutShape(replicas, 1, world_size), None).startup_bytes
@@ -328,7 +328,7 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, sourc
     disturbed.live_through(start, "*zero_pp_rank_1*", 1)
 
 
-@pytest.mark.timeout(14400)
+@pytest.mark.timeout(MATRIX_S)
 @pytest.mark.parametrize("points", [2, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("layout", ["zero1", pytest.param("ddp", marks=pytest.mark.full)])
 def test_a_kill_at_any_point_of_a_save_changes_no_loss(workspace: Path, source: Path, layout: str, points: int) -> None:

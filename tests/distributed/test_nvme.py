@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.nvme import LEAST
 from tests.distributed.ranks import Started, losses, make_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 SAVED = 4
 COMMON = {

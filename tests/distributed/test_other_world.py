@@ -12,7 +12,7 @@ from tests.cases import thinned
 from tests.distributed.ranks import asked_for, losses, make_data, make_run, run, run_several
 from tridock.train.checkpoints.zero_reshard import gather_slice, parameter_partitions
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 LENGTH = {
     "train.train_iters": 12,

@@ -20,7 +20,7 @@ from tridock.plan.legality import layout_problems
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[2]
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"

@@ -11,7 +11,7 @@ from tests.distributed.ranks import check_communication, make_data, make_run, me
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 PLAIN = {"data", "forward", "backward", "optimizer", "other"}
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"

@@ -21,7 +21,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 KINDS: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA}
 SOURCES = {"zero1": ("llama", 1), "zero2": ("gpt2", 2), "zero3": ("llama", 3)}

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests.distributed.ranks import (
-    PATIENCE,
     VOCABULARY,
     Finished,
     Started,
@@ -30,6 +29,7 @@ from tests.distributed.ranks import (
     run,
     start,
 )
+from tests.patience import WORK_S
 from tridock.data.corpus import prepare_demo
 
 pytestmark = pytest.mark.distributed
@@ -132,7 +132,7 @@ def launched(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[
         env=rank_environment() | {"TRIDOCK_WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=WORK_S,
     )
 
 
@@ -367,7 +367,7 @@ def test_nodes_that_share_no_folder(tmp_path: Path, layout: dict[str, object]) -
             )
             for rank, folder in enumerate(folders)
         ]
-        assert [one.wait(PATIENCE) for one in processes] == [0, 0]
+        assert [one.wait(WORK_S) for one in processes] == [0, 0]
         return folders
 
     fields = {"train.save": True, "train.save_interval": 4, "model.hidden_dropout": 0.1}

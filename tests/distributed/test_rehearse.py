@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import PATIENCE, ROOT, rank_environment, read_lines
+from tests.distributed.ranks import ROOT, rank_environment, read_lines
+from tests.patience import STEP_S, WORK_S
 from tridock.contracts.run_folder import EXPERIMENT
 from tridock.data.corpus import prepare_demo
 from tridock.experiment import load_experiment
 from tridock.node.agent.processes import find_processes
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ class Rehearsal:
         """Whatever has gone wrong, nothing of it is left."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=STEP_S)
 
     def others(self) -> list[Path]:
         """What is in the workspace besides runs."""
@@ -54,7 +55,7 @@ class Rehearsal:
 
     def end(self, code: int = 0) -> tuple[str, Path]:
         """Its output and its run's folder: all that it leaves."""
-        output, _ = self.process.communicate(timeout=3 * PATIENCE)
+        output, _ = self.process.communicate(timeout=WORK_S)
         assert self.process.returncode == code, output
         line = next(it for it in map(str.strip, output.splitlines()) if it.startswith(f"{self.workspace}/runs/"))
         line = line.split()[0]
@@ -138,7 +139,7 @@ def test_ctrl_c_ends_everything(demo: Path, number: signal.Signals) -> None:
     runs = demo / "runs"
     before = set(runs.glob("*"))
     with Rehearsal(demo, str(ROOT / "configs/demo.yaml")) as rehearsal:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + WORK_S
         while not any((run / "metrics.jsonl").exists() for run in set(runs.glob("demo-*")) - before):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.ranks import ROOT, make_data, make_run
+from tests.patience import STEP_S
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 
 def tridock(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "tridock.cli", *arguments]
-    return subprocess.run(argv, cwd=workspace, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(argv, cwd=workspace, env=env, capture_output=True, text=True, timeout=STEP_S, check=False)
 
 
 def test_a_run_is_done_once_more_from_its_folder(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 
 from tests.cases import thinned
 from tests.distributed.ranks import (
-    PATIENCE,
     ROOT,
     Trained,
     asked_for,
@@ -27,11 +26,12 @@ from tests.distributed.ranks import (
     read_lines,
 )
 from tests.megatron_source import patched_source
+from tests.patience import STEP_S, WORK_S
 from tridock.contracts import environment, heartbeat
 from tridock.data.corpus import prepare_demo
 from tridock.node.agent.processes import find_processes
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 ITERATIONS, INTERVAL = 240, 40
 LENGTH = {
@@ -77,12 +77,12 @@ class Training:
         """Whatever has gone wrong, nothing of the run is left."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGINT)
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=STEP_S)
 
     def until(self, condition: Callable[[], object]) -> float:
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() - began < PATIENCE
+            assert time.monotonic() - began < WORK_S
             assert self.process.poll() is None, self.process.communicate()[0]
             time.sleep(0.01)
         return time.monotonic() - began
@@ -116,7 +116,7 @@ def test_two_deaths_change_no_loss(workspace: Path, undisturbed: Trained, engine
         run.until(lambda: len(run.restarts()) == 1)
         run.kill(0, beyond=2 * INTERVAL + 5, saved=2 * INTERVAL)
         overhead = run.until(lambda: len(run.restarts()) == 2)
-        output = run.process.communicate(timeout=PATIENCE)[0]
+        output = run.process.communicate(timeout=WORK_S)[0]
     assert run.process.returncode == 0, output
     assert losses(run.folder) == losses(undisturbed[engine])
     lines = read_lines(run.folder / "metrics.jsonl")
@@ -150,11 +150,11 @@ def test_a_death_changes_no_loss_of_megatron_v115(tmp_path: Path) -> None:
     }
     arguments = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
     with Training(tmp_path, experiment, *arguments, "--set", "name=calm", megatron=megatron) as calm:
-        output = calm.process.communicate(timeout=PATIENCE)[0]
+        output = calm.process.communicate(timeout=WORK_S)[0]
     assert calm.process.returncode == 0, output
     with Training(tmp_path, experiment, *arguments, megatron=megatron) as run:
         run.kill(1, beyond=45, saved=40)
-        output = run.process.communicate(timeout=PATIENCE)[0]
+        output = run.process.communicate(timeout=WORK_S)[0]
     assert run.process.returncode == 0, output
     (restarted,) = run.restarts()
     assert restarted["iteration"] in range(40, 120, 20)
@@ -171,7 +171,7 @@ def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path) -> None:
     with Training(workspace, experiment, *ENDLESS, "--set", "restart.max=2") as run:
         run.until(lambda: (beat := heartbeat.read(run.folder, 0)) and beat.phase == "train")
         os.killpg(run.process.pid, signal.SIGINT)
-        output = run.process.communicate(timeout=PATIENCE)[0]
+        output = run.process.communicate(timeout=WORK_S)[0]
     assert run.process.returncode == 130, output
     assert (run.folder / "exit_code").read_text() == "143\n"
     assert run.restarts() == []
@@ -182,7 +182,7 @@ def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path) -> None:
 def test_a_dead_rank_is_named_in_the_verdict(workspace: Path) -> None:
     with Training(workspace, make_run(workspace, "dead", 2, **LENGTH) / "experiment.yaml", *ENDLESS) as run:
         run.kill(1, beyond=2)
-        output = run.process.communicate(timeout=PATIENCE)[0]
+        output = run.process.communicate(timeout=WORK_S)[0]
     assert run.process.returncode == 4
     last = next(line for line in output.splitlines() if ": the run failed; got " in line)
     text = "rank 1 on localhost was ended by SIGKILL after iteration "

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import PATIENCE, losses, make_data, make_run, metrics, rank_environment, run_several
+from tests.distributed.ranks import losses, make_data, make_run, metrics, rank_environment, run_several
 from tests.distributed.test_local_disks import ENGINES
+from tests.patience import WORK_S
 from tridock.contracts.run_folder import is_run_id
 
 pytestmark = pytest.mark.distributed
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.distributed
 def tridock(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "tridock.cli", *arguments]
     return subprocess.run(
-        argv, cwd=folder, env=rank_environment(), capture_output=True, text=True, check=False, timeout=PATIENCE
+        argv, cwd=folder, env=rank_environment(), capture_output=True, text=True, check=False, timeout=WORK_S
     )
 
 

@@ -28,7 +28,6 @@ from tridock.node.supervisor.process import start
 
 pytestmark = pytest.mark.distributed
 
-ENDED_S = 60.0
 POINTS = """
 import sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -58,10 +57,8 @@ def test_a_rank_that_a_signal_ends_takes_all_along(make: Make, number: signal.Si
     run = make()
     run.start()
     run.train()
-    began = time.monotonic()
     run.signal(1, number)
     assert run.end() == 4
-    assert time.monotonic() - began < ENDED_S
     (event,) = run.events()
     reason = event.pop("reason")
     about = {"rank": 1, "node": "here", "exit_code": 4, "cause": "rank_signalled"}

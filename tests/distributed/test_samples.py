@@ -30,7 +30,7 @@ from tridock.train.sampling import choose
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("megatron.core", exc_type=ImportError)
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 PROMPTS = ("w1 w2 w3", "", " ".join(f"w{number}" for number in range(1, 21)))
 """The last is longer than a sample."""

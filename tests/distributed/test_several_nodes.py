@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.distributed.ranks import PATIENCE, free_port, losses, make_data, make_run, metrics, rank_environment
+from tests.distributed.ranks import free_port, losses, make_data, make_run, metrics, rank_environment
+from tests.patience import WORK_S
 from tridock.contracts.checkpoints import LATEST
 
 pytestmark = pytest.mark.distributed
@@ -38,7 +39,7 @@ def test_two_nodes_are_one_run(tmp_path: Path, shared: bool) -> None:
     folders = [tmp_path / "a", tmp_path / ("a" if shared else "b")]
     experiments = [experiment_in(folder) for folder in dict.fromkeys(folders)]
     processes = [node(folders[rank], experiments[rank % len(experiments)], rank, port) for rank in (1, 0)]
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    outputs = [process.communicate(timeout=WORK_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     (run,) = [folder for folder in (folders[0] / "runs").iterdir() if (folder / "exit_code").exists()]
     assert (run / "exit_code").read_text() == "0\n"
@@ -59,7 +60,7 @@ def test_another_experiment_on_one_node_stops_both(tmp_path: Path) -> None:
         node(tmp_path, experiment, 0, port),
         node(tmp_path, experiment, 1, port, "--set", "train.seed=7"),
     ]
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    outputs = [process.communicate(timeout=WORK_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], outputs
     for output in outputs:
         assert output.splitlines()[-1].startswith("node 1: has another experiment than node 0; got ")
@@ -70,7 +71,7 @@ def test_shards_on_disks_of_their_own(tmp_path: Path) -> None:
     port, folders = free_port(), [tmp_path / "a", tmp_path / "b"]
     changes = [f"--set={it}" for it in ("parallel.strategy=fsdp", "parallel.zero_stage=0", "train.save=true")]
     processes = [node(folder, experiment_in(folder), rank, port, *changes) for rank, folder in enumerate(folders)]
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    outputs = [process.communicate(timeout=WORK_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     (run,) = [it.name for it in (folders[0] / "runs").iterdir() if (it / "exit_code").exists()]
     saved = [folder / "runs" / run / "checkpoints" / "iter_0000008" for folder in folders]
@@ -83,7 +84,7 @@ def test_a_failed_run_names_the_rank_that_failed(tmp_path: Path) -> None:
     (tmp_path / "lost" / LATEST).write_text("global_step5")  # its pointer only: the launch reads no more
     experiment = experiment_in(tmp_path, **{"train.load": "lost"})
     argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(tmp_path), "--nproc", "2"]
-    done = subprocess.run(argv, env=rank_environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(argv, env=rank_environment(), capture_output=True, text=True, timeout=WORK_S, check=False)
     (run,) = [folder for folder in (tmp_path / "runs").iterdir() if folder.name != "unused"]
     assert done.returncode == 2
     last = next(line for line in done.stderr.splitlines() if ": the run failed; got " in line)
@@ -102,14 +103,14 @@ def test_ctrl_c_on_one_node_leaves_nothing_behind(tmp_path: Path) -> None:
         if "iteration" in line:
             break
     second.send_signal(signal.SIGINT)
-    output = second.communicate(timeout=PATIENCE)[0]
+    output = second.communicate(timeout=WORK_S)[0]
     assert second.returncode == 130, output
     assert "stopping run small-" in output
     # Both nodes are this machine here, so that the processes of both were found and stopped.
-    first.communicate(timeout=PATIENCE)
+    first.communicate(timeout=WORK_S)
     assert first.returncode not in (0, None)
     # An agent leaves after the command that it was there for.
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WORK_S
     while left := [path for path in Path("/proc").iterdir() if path.name.isdecimal() and _names(path, tmp_path)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)

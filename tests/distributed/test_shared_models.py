@@ -10,7 +10,7 @@ import pytest
 from tests.cases import thinned
 from tests.distributed.ranks import asked_for, losses, make_run, metrics, run_several
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5
 """Absolute, over 20 steps in fp32: sums come in another order, nothing else differs."""

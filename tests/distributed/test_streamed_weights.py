@@ -19,7 +19,7 @@ from tridock.experiment.transformers_weights import transformers_shapes
 pytest.importorskip("safetensors")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 DEEP = {"model.num_layers": 12}
 LARGE = {**DEEP, "model.hidden_size": 384, "model.num_attention_heads": 8}

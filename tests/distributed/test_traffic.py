@@ -21,7 +21,7 @@ from tridock.layout.traffic import all_gather, all_reduce
 
 pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[2]
 SMALL = 16  # bytes: norms, losses, counts and flags, of which the plan knows nothing

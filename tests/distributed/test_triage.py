@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import PATIENCE, VOCABULARY, Started, make_data, rank_environment
+from tests.distributed.ranks import VOCABULARY, Started, make_data, rank_environment
+from tests.patience import STEP_S, WORK_S
 from tridock.contracts import run_folder
 from tridock.node.agent.evidence import evidence
 from tridock.triage import diagnose, facts_of
@@ -137,7 +138,7 @@ def folder_of(project: Path) -> Path:
 
 def rank_process(project: Path, rank: int) -> int:
     """The pid of a rank that has made some steps."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WORK_S
     while True:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -169,7 +170,7 @@ def lines_of(error: str) -> dict[str, str]:
 def test_a_loss_that_is_no_number(project: Path) -> None:
     """And the same text again, by the run's folder alone."""
     with trained(project, "optimizer.lr=1e30", "optimizer.clip_grad=0.0") as process:
-        _, error = process.communicate(timeout=PATIENCE)
+        _, error = process.communicate(timeout=WORK_S)
     folder = folder_of(project)
     found = lines_of(error)
     assert re.fullmatch(
@@ -184,7 +185,7 @@ def test_a_loss_that_is_no_number(project: Path) -> None:
     assert found["rule"] == "loss-not-finite (docs/triage.md)"
     again = subprocess.run(
         [sys.executable, "-m", "tridock.cli", "triage", str(folder)],
-        env=rank_environment(), capture_output=True, text=True, timeout=60, check=False,
+        env=rank_environment(), capture_output=True, text=True, timeout=STEP_S, check=False,
     )  # fmt: skip
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout == error[error.index(found[""]) :]
@@ -207,7 +208,7 @@ def test_a_signal(project: Path, number: signal.Signals, rule: str, cause: str) 
     limit = ["launch.hang_timeout=3"] if number is signal.SIGSTOP else []
     with trained(project, "train.train_iters=1000000", *limit) as process:
         os.kill(rank_process(project, 1), number)
-        _, error = process.communicate(timeout=PATIENCE)
+        _, error = process.communicate(timeout=WORK_S)
     assert process.returncode == 4, error
     found = lines_of(error)
     assert (found["rule"], found["cause"]) == (f"{rule} (docs/triage.md)", cause)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import WORK_S
 from tridock.data.corpus import prepare_demo
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[2]
 CHANGES = {
@@ -52,7 +53,7 @@ def test_a_changed_copy_trains_with_upstreams_options(script: str, source: Path,
     (mine / script).write_text(text)
     cpu = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRIDOCK_MEGATRON": str(source), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        ["bash", script], cwd=mine, env=os.environ | cpu, capture_output=True, text=True, timeout=300, check=False
+        ["bash", script], cwd=mine, env=os.environ | cpu, capture_output=True, text=True, timeout=WORK_S, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert re.findall(r" iteration +(\d+)/ +4 ", done.stdout) == ["2", "4"]

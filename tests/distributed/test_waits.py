@@ -15,7 +15,7 @@ from tests.megatron_source import patched_source
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", exc_type=ImportError)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.distributed
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 BATCH = {"micro_batch_size": 1, "global_batch_size": 2}

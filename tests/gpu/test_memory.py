@@ -7,7 +7,7 @@ import pytest
 
 from tests.gpu.conftest import steps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("step", steps.MEMORY.values(), ids=steps.MEMORY)

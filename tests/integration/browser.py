@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.patience import STEP_S
+
 
 class Page:
     """A page of a headless browser."""
@@ -65,9 +67,9 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = 120.0) -> Any:
+    def wait(self, expression: str) -> Any:
         """Its value once that is true."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + STEP_S
         while not (value := self.run(expression)):
             assert time.monotonic() < deadline, (expression, self.run("document.body.innerText"))
             time.sleep(0.05)

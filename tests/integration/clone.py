@@ -34,7 +34,7 @@ class Clone:
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "TRIDOCK_"))}
         path = f"{self.folder}/.venv/bin:{keep['PATH']}"
         mine = {"PATH": path, "PYTHONPATH": str(self.folder), "IMAGE": self.image}
-        return execute(*argv, cwd=self.folder, env={**keep, **mine, **environment}, timeout=1100)
+        return execute(*argv, cwd=self.folder, env={**keep, **mine, **environment})
 
     def succeed(self, line: str, **environment: str) -> str:
         done = self.run("bash", "-c", line, **environment)

@@ -108,7 +108,7 @@ def docker() -> str:
         if first:
             for session in killed_sessions():
                 remove_everything(session)
-            succeed("tools/base-image.sh", cwd=ROOT, timeout=1800)
+            succeed("tools/base-image.sh", cwd=ROOT)
     return "docker"
 
 
@@ -118,7 +118,7 @@ def cpu_image(docker: str) -> str:
     with once("cpu-image") as first:
         if first:
             keep = {**os.environ, "KEEP_COMPOSE": "1"}  # the user of this tree keeps the image they had
-            succeed("make", "image", "FLAVOR=cpu", f"IMAGE={CPU_IMAGE}", cwd=ROOT, env=keep, timeout=3600)
+            succeed("make", "image", "FLAVOR=cpu", f"IMAGE={CPU_IMAGE}", cwd=ROOT, env=keep)
     return CPU_IMAGE
 
 

@@ -25,6 +25,7 @@ import pytest
 
 from tests.dataset_writer import IndexedDatasetWriter
 from tests.integration.support import HOST_IMAGE, ROOT, execute, own_name, succeed, wait_until
+from tests.patience import STEP_S
 
 USER = "trainer"
 UID = 1234
@@ -67,7 +68,7 @@ def build_host_image(store: str | None = HOST_STORE) -> None:
     proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
     arguments = [word for name in proxies for word in ("--build-arg", name)]
     folder = str(ROOT / "tests/integration/docker_host")
-    succeed("docker", "build", "--quiet", *arguments, "--tag", HOST_IMAGE, folder, timeout=1800)
+    succeed("docker", "build", "--quiet", *arguments, "--tag", HOST_IMAGE, folder)
     if HOST_DOCKER is not None:
         features = {} if store is None else {"features": {"containerd-snapshotter": store == "containerd"}}
         install = f"mkdir -p /etc/docker && echo '{json.dumps(features)}' >/etc/docker/daemon.json"
@@ -190,10 +191,10 @@ class Rack:
         return folder
 
     def fab(
-        self, task: str, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}", timeout: float = 1500, **environment: str
+        self, task: str, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         argv = [str(PROGRAMS / "fab"), task, *(["--hosts", hosts] if hosts else []), *arguments]
-        return execute(*argv, cwd=self.project, env=self.environment(**environment), timeout=timeout)
+        return execute(*argv, cwd=self.project, env=self.environment(**environment))
 
     @contextmanager
     def attached(self, task: str, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}") -> Iterator[Attached]:
@@ -272,7 +273,7 @@ class Rack:
                 "--env", f"AUTHORIZED_KEY={public}", image,
             )  # fmt: skip
         for host in map(self.hosts.__getitem__, names):
-            wait_until(lambda host=host: host.execute("docker version").returncode == 0, "its engine answers", 240)
+            wait_until(lambda host=host: host.execute("docker version").returncode == 0, "its engine answers")
             address = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
             host.address = succeed("docker", "inspect", "--format", address, host.container).strip()
 
@@ -308,7 +309,7 @@ class Attached:
     def interrupt(self) -> int:
         """Ctrl-C; returns the exit code."""
         os.killpg(self.process.pid, signal.SIGINT)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=STEP_S)
 
 
 def write_data(folder: Path) -> None:
@@ -346,7 +347,7 @@ class Up:
 def rack_up(rack: Rack) -> Up:
     """The rack with its nodes up: the image travels once for all tests."""
     started = time.monotonic()
-    done = rack.fab("up", timeout=3000)
+    done = rack.fab("up")
     assert done.returncode == 0, done.stdout + done.stderr
     brought = rack.fab("data", "--path", "data/tiny")
     assert brought.returncode == 0, brought.stderr

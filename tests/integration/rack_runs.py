@@ -13,7 +13,7 @@ NODE = f"tridock-{CLUSTER}"
 RUNS = f"{WORKDIR}/workspace/runs"
 HOSTS = ("host-a", "host-b")
 TINY = ("--config", "configs/tiny.yaml")
-SLEEP = ("--", "sleep", "1000")
+SLEEP = ("--", "sleep", "9999")
 """A program where no rank has to train: torch takes seconds to import on each."""
 
 
@@ -27,7 +27,7 @@ def tiny(**fields: object) -> list[str]:
 
 
 def run_id_of(path: Path) -> str:
-    wait_until(path.exists, "the run has started", 120)
+    wait_until(path.exists, "the run has started")
     return path.read_text().strip()
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests.integration import rack
 from tests.integration.support import ROOT, execute, own_name, succeed, wait_until
+from tests.patience import WORK_S
 
 NODES = ("n1", "n2", "n3")
 USER = "trainer"
@@ -33,7 +34,6 @@ write_index(Path("data/tiny/text_document.idx"), np.dtype("<u2"), np.full(400, 6
 """
 TINY = rack.TINY | {"model": rack.TINY["model"] | {"num_layers": 2}, "parallel": {"strategy": "ddp"}}
 SITE = {"gpus_per_node": 1, "gpu_request": "none", "cpus_per_node": 2, "time": "30", "signal_lead": 60}
-PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class SlurmCluster:
 
     def wait_until_idle(self) -> None:
         asked = "sinfo --noheader --format=%D:%t"
-        wait_until(lambda: self.execute(asked).stdout == "3:idle\n", "all nodes are idle", PATIENCE_S)
+        wait_until(lambda: self.execute(asked).stdout == "3:idle\n", "all nodes are idle")
 
     def write_workspace(self) -> None:
         self.write("tiny.yaml", json.dumps(TINY))  # JSON is YAML too
@@ -86,7 +86,7 @@ class SlurmCluster:
     def clear(self) -> None:
         """Takes away what a test has left in the queue."""
         self.execute("scancel --me")
-        wait_until(lambda: self.execute("squeue --noheader").stdout == "", "the queue is empty", PATIENCE_S)
+        wait_until(lambda: self.execute("squeue --noheader").stdout == "", "the queue is empty")
 
     def remove(self) -> None:
         execute("docker", "rm", "--force", *map(self.container, ("login", *NODES)))
@@ -131,9 +131,9 @@ class SlurmCluster:
     def losses(self, job: Job) -> list[float]:
         return [record["loss"] for record in self.lines(job, "metrics.jsonl") if "split" not in record]
 
-    def until(self, condition: Any, what: str, job: Job, seconds: float = PATIENCE_S) -> None:
+    def until(self, condition: Any, what: str, job: Job) -> None:
         try:
-            wait_until(condition, what, seconds)
+            wait_until(condition, what, WORK_S)
         except AssertionError as error:
             output = self.execute(f"cat {job.folder}/logs/slurm*; cat {job.folder}/events.jsonl; squeue; sinfo").stdout
             logs = [execute("docker", "logs", "--tail", "40", self.container(name)).stderr for name in ("login", "n1")]
@@ -177,13 +177,13 @@ def slurm_cluster(cpu_image: str) -> Iterator[SlurmCluster]:
     try:
         if megatron:
             arguments = ("FLAVOR=cpu", f"IMAGE={cluster.base}", f"MEGATRON={megatron}")
-            succeed("make", "image", *arguments, cwd=ROOT, timeout=1800)
+            succeed("make", "image", *arguments, cwd=ROOT)
         else:
             succeed("docker", "tag", cpu_image, cluster.base)
         options = [f"--build-arg=BASE={cluster.base}"]
         options += [f"--build-arg={name}" for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
         folder = str(ROOT / "tests" / "integration" / "slurm")
-        succeed("docker", "build", "--quiet", *options, "--tag", cluster.image, folder, timeout=900)
+        succeed("docker", "build", "--quiet", *options, "--tag", cluster.image, folder)
         cluster.start()
         cluster.write_workspace()
         yield cluster

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tridock.errors import ClusterError, TridockError
 from tridock.remote import Host, LocalHost
 from tridock.remote.ssh import Login, SshHost
@@ -112,7 +113,7 @@ class Sshd:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", config], stderr=log)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + STEP_S
         while self._process.poll() is None and time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -198,8 +199,8 @@ def running(marker: str) -> list[str]:
     return [pid for pid in found.stdout.split() if int(pid) != os.getpid()]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + STEP_S
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.05)

@@ -18,6 +18,8 @@ from typing import IO
 
 import pytest
 
+from tests.patience import STEP_S, WORK_S
+
 ROOT = Path(__file__).resolve().parents[2]
 # What every container, network, volume and image of one pytest session begins with; its workers inherit it.
 SESSION = "tridock-test-" + os.environ.setdefault("TEST_SESSION", uuid.uuid4().hex[:8])
@@ -30,7 +32,7 @@ _held: list[IO[str]] = []
 
 def execute(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end; output is captured, and the exit code is the caller's to judge."""
-    settings: dict[str, object] = {"capture_output": True, "text": True, "timeout": 1800, "check": False, **options}
+    settings: dict[str, object] = {"capture_output": True, "text": True, "timeout": WORK_S, "check": False, **options}
     return subprocess.run(argv, **settings)  # type: ignore[call-overload]
 
 
@@ -109,7 +111,7 @@ def once(name: str) -> Iterator[bool]:
             file.write("done\n")
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = STEP_S) -> None:
     """Asks again and again, but leaves the processor to others for twice as long as a question takes."""
     deadline, asked = time.monotonic() + seconds, time.monotonic()
     while not condition():

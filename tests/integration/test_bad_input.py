@@ -15,8 +15,6 @@ import pytest
 from tests.integration.rack import CLUSTER, USER, Rack, Up
 from tests.integration.support import execute, succeed, wait_until
 
-pytestmark = pytest.mark.timeout(1800)
-
 RACK = f"hostfiles/{CLUSTER}"
 TINY = ("--config", "configs/tiny.yaml")
 RUNS = f"/home/{USER}/tridock/{CLUSTER}/workspace/runs"
@@ -59,7 +57,7 @@ def nothing_is_left_behind(rack_up: Up) -> Iterator[None]:
         return not left
 
     with suppress(AssertionError):
-        wait_until(nothing_is_left, "nothing is left", 30)
+        wait_until(nothing_is_left, "nothing is left")
     assert left == {}, {what: before.get(what) for what in left}
 
 
@@ -340,7 +338,7 @@ def test_the_nodes_port_is_taken_on_a_host(rack: Rack) -> None:
 
 
 def test_the_rendezvous_port_is_taken_on_the_head(rack: Rack) -> None:
-    listen = "import socket, time; s = socket.create_server(('', 23456)); time.sleep(600)"
+    listen = "import socket, time; s = socket.create_server(('', 23456)); time.sleep(9999)"
     rack["host-a"].sh(f'docker exec --detach --user 1234 tridock-{CLUSTER} python -c "{listen}"')
     pid: list[str] = []
 

@@ -19,7 +19,7 @@ from tridock.ops.hosts.facts import read_states
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.image.ensure import ensure_image, prune, verify
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 IMAGE = f"{HOST_IMAGE}-containerd"
 CLUSTER = "containerd"

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sshd import DOCKER, Sshd, running, wait_until
+from tests.patience import STEP_S
 
 COMMAND = (sys.executable, "-m", "tridock.cli", "data", "sync", "--hosts", "lab", "--path", "data/x")
 
@@ -69,7 +70,7 @@ def test_ctrl_c_ends_it_everywhere_and_the_rest_follows(hosts: list[Sshd], tmp_p
     with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         wait_until(lambda: all(parts(sshd) > 1_000_000 for sshd in hosts))
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(STEP_S) == 130
     wait_until(lambda: not running(f"flock {LOCK}") and not running(f"{tmp_path}/data/"))
     # The rsync that receives keeps its part after the one that it belongs to has ended.
     wait_until(lambda: [names(sshd) for sshd in hosts] == [[PARTS, LOCK]] * 4)

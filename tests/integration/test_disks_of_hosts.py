@@ -12,14 +12,13 @@ import pytest
 from tests.integration.rack import CLUSTER, PROGRAMS, USER, Rack, Up, write_data
 from tests.integration.rack_runs import RUNS, metrics, run_id_of, state_of, tiny
 from tests.integration.support import execute, wait_until
-
-pytestmark = pytest.mark.timeout(2400)
+from tests.patience import WORK_S
 
 
 def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack_up: Up) -> None:
     rack = rack_up.rack
     short = [f"--set={it}" for it in ("train.train_iters=4", "train.eval_interval=0", "optimizer.lr_warmup_iters=1")]
-    done = rack.fab("launch", *short, "--run-id-file", "default", timeout=800)
+    done = rack.fab("launch", *short, "--run-id-file", "default")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no --config: configs/demo-3d.yaml with TP1 PP2 DP1" in done.stdout
     run_id = run_id_of(rack.project / "default")
@@ -31,7 +30,7 @@ def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack
     tridock, hosts = str(PROGRAMS / "tridock"), ("--hosts", f"hostfiles/{CLUSTER}")
 
     def use(*argv: str) -> subprocess.CompletedProcess[str]:
-        return execute(tridock, *argv, cwd=rack.project, env=rack.environment(), timeout=1500)
+        return execute(tridock, *argv, cwd=rack.project, env=rack.environment())
 
     done = use("export", f"runs/{run_id}", "--output", "from-local-disks")
     assert (done.returncode, done.stderr) == (
@@ -55,7 +54,7 @@ def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack
     size = (rack.project / "from-local-disks/model.safetensors").stat().st_size
     for host in rack:
         assert int(host.sh(f"stat -c %s {RUNS}/../from-local-disks/model.safetensors")) == size
-    done = rack.fab("launch", *weights, "--run-id-file", "loaded", timeout=800)
+    done = rack.fab("launch", *weights, "--run-id-file", "loaded")
     assert done.returncode == 0, done.stdout + done.stderr
     first, again = (metrics(rack, it)[0]["loss"] for it in (run_id, run_id_of(rack.project / "loaded")))
     assert float(str(again)) < float(str(first))
@@ -65,7 +64,7 @@ def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack
     # In another layout each host lacks the other's stage, and gets it from there.
     changes = ("train.train_iters=6", "optimizer.lr_decay_iters=4", "parallel.pipeline_model_parallel_size=1")
     options = [f"--set={it}" for it in (*changes, "parallel.tensor_model_parallel_size=2")]
-    done = rack.fab("resume", "--run", run_id, *options, timeout=800)
+    done = rack.fab("resume", "--run", run_id, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after iteration 4 of 6 at the latest" in done.stdout
     (needed,) = (line for line in done.stdout.splitlines() if "of other nodes are needed" in line)
@@ -90,10 +89,10 @@ def test_an_active_run_is_exported_from_its_newest_whole_checkpoint(rack_up: Up)
     assert done.returncode == 0, done.stderr
     run_id = run_id_of(rack.project / "active")
     saved = f"cat {RUNS}/{run_id}/checkpoints/iter_0000050/files.json"
-    wait_until(lambda: all(host.execute(saved).returncode == 0 for host in rack), "it has saved", 240)
+    wait_until(lambda: all(host.execute(saved).returncode == 0 for host in rack), "it has saved")
     try:
         argv = (str(PROGRAMS / "tridock"), "export", "--hosts", f"hostfiles/{CLUSTER}", run_id, "-o", "from-active")
-        done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=1500)
+        done = execute(*argv, cwd=rack.project, env=rack.environment())
         assert done.returncode == 0, done.stderr
         assert state_of(rack, run_id) == "running"
     finally:
@@ -107,7 +106,7 @@ def test_a_run_goes_on_where_none_of_its_files_are(rack_up: Up) -> None:
     """The commands that are refused say what to do next."""
     rack = rack_up.rack
     fields = {"parallel": "{strategy: fsdp}", "train__train_iters": 4}
-    done = rack.fab("launch", *tiny(**fields), "--include", "host-a", "--run-id-file", "first", timeout=600)
+    done = rack.fab("launch", *tiny(**fields), "--include", "host-a", "--run-id-file", "first")
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = run_id_of(rack.project / "first")
     more = ("--set=train.train_iters=6", "--set=optimizer.lr_decay_iters=4")
@@ -120,9 +119,9 @@ def test_a_run_goes_on_where_none_of_its_files_are(rack_up: Up) -> None:
     sync = f"tridock data sync --hosts hostfiles/{CLUSTER} --path runs/{run_id}"
     assert (refused.returncode, refused.stderr.endswith(f"; then {sync}\n")) == (2, True), refused.stderr
     argv = (str(PROGRAMS / "tridock"), *sync.split()[1:], "--include", "host-b")
-    done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=1500)
+    done = execute(*argv, cwd=rack.project, env=rack.environment())
     assert done.returncode == 0, done.stderr
-    done = rack.fab(*resume, "--run-id-file", "second", timeout=600)
+    done = rack.fab(*resume, "--run-id-file", "second")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = f"{RUNS}/{run_id_of(rack.project / 'second')}"
     lines = rack["host-b"].sh(f"cat {folder}/metrics.jsonl").splitlines()
@@ -151,10 +150,10 @@ def lose_host_b(
         lines = rack["host-a"].execute(f"cat {path}").stdout.splitlines()
         return [found for line in lines if (found := json.loads(line))["event"] == name]
 
-    wait_until(lambda: bool(events(after)), "a checkpoint is complete", 240)
+    wait_until(lambda: bool(events(after)), "a checkpoint is complete")
     rack["host-b"].sh(f"docker kill tridock-{cluster}")
     killed = datetime.now(UTC)
-    wait_until(lambda: bool(events("run_finished") + events("not_restarted")), "the run has ended", 400)
+    wait_until(lambda: bool(events("run_finished") + events("not_restarted")), "the run has ended", WORK_S)
     for name in ("node_lost", "run_moved", "checkpoint_loaded", "not_restarted"):
         for event in events(name)[-1:]:
             seconds = (datetime.fromisoformat(str(event["time"])) - killed).total_seconds()
@@ -188,7 +187,7 @@ def test_a_blend_is_checked_on_each_host_brought_there_and_goes_on(rack_up: Up) 
     assert "data/tiny" not in refused.stderr
     done = rack.fab("data", *tiny(**blend))
     assert done.returncode == 0, done.stdout + done.stderr
-    done = rack.fab("launch", *tiny(**blend), "--run-id-file", "blend", timeout=600)
+    done = rack.fab("launch", *tiny(**blend), "--run-id-file", "blend")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "data:  30.00% data/more/text_document: " in done.stdout
     run_id = run_id_of(rack.project / "blend")
@@ -235,7 +234,7 @@ def test_a_spare_gets_its_part_from_the_copies(rack_up: Up) -> None:
         rack.write_ssh_config()
         hosts = rack.write_cluster(name, spares=["host-c"], ssh_port=2230)
         for task in (("up",), ("data", "--path", "data/tiny")):
-            done = rack.fab(*task, hosts=hosts, timeout=600)
+            done = rack.fab(*task, hosts=hosts)
             assert done.returncode == 0, done.stderr
         moved = went_on(lose_host_b(rack, name, name, COPIED))
         assert (moved["nodes"], moved["layout"]) == (["host-a", "host-c"], "TP1 PP1 DP2")

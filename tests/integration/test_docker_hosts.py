@@ -30,12 +30,11 @@ from tests.integration.rack_runs import (
 )
 from tests.integration.registry import Registry
 from tests.integration.support import execute, succeed, wait_until
+from tests.patience import STEP_S, WORK_S
 from tridock.cluster.settings import load_cluster
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.image.ensure import prune
 from tridock.ops.runs.provenance import operator
-
-pytestmark = pytest.mark.timeout(1800)
 
 # ---- up ------------------------------------------------------------------------------------------
 
@@ -269,10 +268,10 @@ def paused(rack_up: Up) -> Iterator[PausedRun]:
     arguments = tiny(train__train_iters=160, launch__hang_timeout=0)
     with rack.attached("launch", *arguments, "--run-id-file", "paused") as terminal:
         run_id = run_id_of(rack.project / "paused")
-        wait_until(lambda: rack["host-a"].ranks(run_id) != [], "its rank has started", 240)
+        wait_until(lambda: rack["host-a"].ranks(run_id) != [], "its rank has started")
         # On the host itself: asked from here on a busy machine, the run could be over between two answers.
         rack["host-a"].sh(
-            'timeout 240 sh -c \'until [ "$(wc -l <"$0")" -ge 2 ]; do sleep 0.02; done 2>/dev/null\' "$1"\n'
+            f'timeout {STEP_S} sh -c \'until [ "$(wc -l <"$0")" -ge 2 ]; do sleep 0.02; done 2>/dev/null\' "$1"\n'
             f"kill -STOP {' '.join(map(str, rack['host-a'].ranks(run_id)))}",
             f"{RUNS}/{run_id}/metrics.jsonl",
         )
@@ -367,7 +366,7 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(paused: PausedRun) -> N
         f"Come back with: fab logs --hosts hostfiles/rack --run {second}",
         f"Stop it with:   fab stop --hosts hostfiles/rack --run {second}",
     ]
-    wait_until(lambda: all(host.processes(second, "^sleep ") for host in rack), "the second run runs", 120)
+    wait_until(lambda: all(host.processes(second, "^sleep ") for host in rack), "the second run runs")
     assert {state_of(rack, paused.run_id), state_of(rack, second)} == {"running"}
     unclear = rack.fab("stop")
     listed = f"{paused.run_id}, {second}"
@@ -394,7 +393,7 @@ def test_logs_come_back_to_the_run_and_end_with_its_exit_code(paused: PausedRun)
     with paused.rack.attached("logs") as terminal:
         wait_until(lambda: "iteration" in terminal.text(), "the output comes")
         paused.release()
-        assert terminal.process.wait(timeout=1500) == 0, terminal.text()
+        assert terminal.process.wait(timeout=WORK_S) == 0, terminal.text()
     losses = [entry for entry in metrics(paused.rack, paused.run_id) if "split" not in entry]
     assert len(losses) == 160
     assert state_of(paused.rack, paused.run_id) == "done"
@@ -435,7 +434,7 @@ def test_a_run_is_stopped_and_looked_at_where_nodes_are_left(rack_up: Up) -> Non
     done = rack.fab(*sleeping("torn"), *SLEEP)
     assert done.returncode == 0, done.stderr
     run_id = run_id_of(rack.project / "torn")
-    wait_until(lambda: all(host.processes(run_id, "^sleep ") for host in rack), "it runs", 120)
+    wait_until(lambda: all(host.processes(run_id, "^sleep ") for host in rack), "it runs")
     rack["host-b"].sh(f"docker kill {NODE}")
     stopped = rack.fab("stop", "--run", run_id)
     assert stopped.stdout == f"stopped {run_id} on host-a\n", stopped.stderr

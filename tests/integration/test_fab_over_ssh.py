@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sshd import ROOT, Sshd, free_port, wait_until
+from tests.patience import STEP_S
 from tridock.contracts.run_folder import PYTHON
 
 RUN = "tiny-20260102-030405-abcd"
@@ -57,7 +58,7 @@ class Lab:
         """Writes hostfile and ssh configuration; ``ports`` replaces where a host is looked for."""
         (self.folder / "lab").write_text("".join(f"{name} slots=2\n" for name in self.sshds))
         (self.folder / "lab.yaml").write_text(
-            f"ssh: {{config_file: {self.folder}/ssh_config, retries: 0, connect_timeout: 5.0}}\n"
+            f"ssh: {{config_file: {self.folder}/ssh_config, retries: 0, connect_timeout: {STEP_S}}}\n"
         )
         blocks = []
         for name, sshd in self.sshds.items():
@@ -74,7 +75,7 @@ class Lab:
 
     def fab(self, task: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         argv, home = self.argv(task, *arguments), self.folder
-        return subprocess.run(argv, cwd=home, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(argv, cwd=home, capture_output=True, text=True, check=False, timeout=STEP_S)
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def test_status_is_drawn_again_until_ctrl_c(lab: Lab) -> None:
         while b"failed" not in shown:
             shown += os.read(ours, 1 << 16)
         watching.send_signal(signal.SIGINT)
-        assert watching.wait(timeout=60) == 0, shown.decode()
+        assert watching.wait(timeout=STEP_S) == 0, shown.decode()
     os.close(ours)
     assert shown.count(b"\x1b[2J") >= 3
     assert b"Traceback" not in shown
@@ -314,7 +315,7 @@ def test_fetch_again_adds_checkpoints_and_replaces_each_file_in_one_go(lab: Lab,
 SLOW_TAR = """#!/bin/sh
 /bin/tar "$@" | head -c 500000
 touch "$WORKSPACE/hangs"
-exec sleep 95
+while kill -0 $PPID; do sleep 0.2; done 2>/dev/null
 """
 
 
@@ -333,7 +334,7 @@ def test_ctrl_c_during_a_fetch_leaves_everything_as_it_was(lab: Lab, run: Path) 
     assert lab.fab("fetch").returncode == 0
     process = start_slow_fetch(lab)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=STEP_S)
     assert (process.returncode, errors) == (130, "interrupted\n")
     assert [path.name for path in run.parent.iterdir()] == [RUN]
     assert files_of(run) == TOGETHER
@@ -343,7 +344,7 @@ def test_a_fetch_that_breaks_off_leaves_nothing(lab: Lab, run: Path) -> None:
     process = start_slow_fetch(lab)
     for sshd in lab.sshds.values():
         sshd.end_sessions()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=STEP_S)
     assert process.returncode == 3
     assert [line.split(" while ")[0] for line in errors.splitlines()] == [
         "gpu-1: the connection was lost", "gpu-2: the connection was lost",
@@ -353,7 +354,7 @@ def test_a_fetch_that_breaks_off_leaves_nothing(lab: Lab, run: Path) -> None:
 
 def test_a_fetch_onto_a_disk_that_is_full(lab: Lab, run: Path) -> None:
     done = subprocess.run(
-        lab.argv("fetch", "--checkpoints"), cwd=lab.folder, capture_output=True, text=True, check=False, timeout=120,
+        lab.argv("fetch", "--checkpoints"), cwd=lab.folder, capture_output=True, text=True, check=False, timeout=STEP_S,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)),
     )  # fmt: skip
     assert done.stderr == (

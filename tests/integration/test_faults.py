@@ -24,16 +24,15 @@ import pytest
 from tests.integration.clone import Clone, a_clone
 from tests.integration.rack import PROGRAMS, TINY, Attached, write_data
 from tests.integration.support import execute, pause, succeed, wait_until
+from tests.patience import STEP_S, WORK_S
 from tridock.cli import fab, main
 from tridock.contracts import heartbeat
 
-pytestmark = pytest.mark.timeout(1800)
 # Faults that ranks on one machine show too (tests/distributed: run_supervisor, restart, triage).
 also_on_one_machine = pytest.mark.full
 
 HEAD, OTHER = "node-1", "node-2"
 FOREVER = 10**6
-PATIENCE_S = 180  # on a busy machine
 LENGTH = {"train.train_iters": 240}
 RANK = r"python[^ ]* -u -m tridock\.train "
 
@@ -94,7 +93,7 @@ class Twin:
             )  # fmt: skip
         attached = Attached(process, output)
         try:
-            wait_until(lambda: id_file.exists() or process.poll() is not None, "the run has an id", 120)
+            wait_until(lambda: id_file.exists() or process.poll() is not None, "the run has an id")
             assert id_file.exists(), attached.text()
             run = Run(self, id_file.read_text().strip(), attached)
             if stops_beyond is None:
@@ -129,7 +128,7 @@ class Run:
             trained = all(beat and beat.phase == "train" and beat.iteration > beyond for beat in beats)
             return trained
 
-        wait_until(lambda: trains() or self.terminal.process.poll() is not None, "its ranks train", 300)
+        wait_until(lambda: trains() or self.terminal.process.poll() is not None, "its ranks train", WORK_S)
         assert trained, self.terminal.text()
 
     def stop_other(self, beyond: int) -> None:
@@ -141,7 +140,7 @@ class Run:
         past = f'[ "$phase" = train ] && [ "$iteration" -gt {beyond} ]'
         script = f'until read -r _ _ _ iteration phase _ <"{beat}" && {past}; do sleep 0.02; done 2>/dev/null'
         rank = f"{RANK}.*{self.run_id}"
-        self.twin.inside(OTHER, f"timeout 300 bash -c {shlex.quote(script)} && pkill -o -STOP -f -- '{rank}'")
+        self.twin.inside(OTHER, f"timeout {STEP_S} bash -c {shlex.quote(script)} && pkill -o -STOP -f -- '{rank}'")
         stopped = f"pgrep -o -r T -f -- '{rank}'"
         wait_until(lambda: self.twin.inside(OTHER, stopped) != "", "its rank on the other node is stopped")
 
@@ -155,7 +154,7 @@ class Run:
     def ends(self) -> tuple[int, str]:
         """The launch ends: its exit code and its verdict, or its last line; nothing of the run is left."""
         began = time.monotonic()
-        code = self.terminal.process.wait(timeout=PATIENCE_S)
+        code = self.terminal.process.wait(timeout=WORK_S)
         print(f"`fab launch` ended {time.monotonic() - began:.1f} s after the fault")
         lines = self.terminal.text().splitlines()
         # Beneath it stands why.
@@ -204,7 +203,7 @@ def calm(twin: Twin, neighbour: Run) -> Run:
     """The neighbour, let go and come to its end."""
     for node in (HEAD, OTHER):
         twin.signal(node, "CONT", f"{RANK}.*{neighbour.run_id}")
-    assert neighbour.terminal.process.wait(timeout=180) == 0, neighbour.terminal.text()
+    assert neighbour.terminal.process.wait(timeout=WORK_S) == 0, neighbour.terminal.text()
     return neighbour
 
 
@@ -268,15 +267,15 @@ def test_a_launcher_that_is_killed(twin: Twin) -> None:
 @pytest.mark.usefixtures("beside")
 def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin, launcher: str, command: str, says: str) -> None:
     """The node agents are restarted; the launcher's ranks continue without them, and their exit codes count."""
-    changes = {"train.train_iters": 600, "launch.launcher": launcher, "launch.hang_timeout": 120}
+    changes = {"train.train_iters": 600, "launch.launcher": launcher, "launch.hang_timeout": WORK_S}
     with twin.launched(stops_beyond=1, **changes) as run:
         watch = f"tridock.node agent .*{run.run_id} {OTHER}"
         first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")
         twin.end_session(OTHER, watch)
         twin.end_session(OTHER, f"{command} .*{run.run_id}")
-        wait_until(lambda: twin.inside(OTHER, f"pgrep -n -f -- '{watch}'") not in ("", first), "another watch", 60)
+        wait_until(lambda: twin.inside(OTHER, f"pgrep -n -f -- '{watch}'") not in ("", first), "another watch")
         run.continue_other()
-        assert run.terminal.process.wait(timeout=120) == 0, run.terminal.text()
+        assert run.terminal.process.wait(timeout=WORK_S) == 0, run.terminal.text()
         assert says in run.terminal.text()
         assert [event["event"] for event in run.events("node_lost", "head_lost", "launcher_ended")] == []
         assert run.is_gone(OTHER)
@@ -292,7 +291,7 @@ def test_a_supervisor_that_is_killed(twin: Twin) -> None:
         assert code == 4
         assert last.startswith(f"{run.run_id}: the run failed; got exit code 4")
         assert "was lost: nothing supervises it and no exit code was written" in run.terminal.text()
-        wait_until(lambda: run.is_gone(HEAD) and run.is_gone(OTHER), "the ranks have ended by themselves", PATIENCE_S)
+        wait_until(lambda: run.is_gone(HEAD) and run.is_gone(OTHER), "the ranks have ended by themselves")
         print(f"without a supervisor, the ranks ended after {time.monotonic() - began:.1f} s")
         assert {event["node"] for event in run.events("head_lost")} == {HEAD, OTHER}
         assert re.search(rf"{run.run_id} +│ 2 +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
@@ -373,24 +372,24 @@ def test_the_neighbour_continues_to_its_end(calm: Run) -> None:
 def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) -> None:
     """Named in time; the run continues once the node answers again, to the losses of the one that was left alone."""
     network, container = f"{twin.clone.twin}_default", twin.container(OTHER)
-    save = {"train.save": True, "train.save_interval": 20, "restart.max": 1, "launch.hang_timeout": 120}
+    save = {"train.save": True, "train.save_interval": 20, "restart.max": 1, "launch.hang_timeout": WORK_S}
     with twin.launched(stops_beyond=45, **LENGTH, **save) as run:
-        wait_until(lambda: run.events("checkpoint_saved") != [], "a checkpoint is whole", 60)
+        wait_until(lambda: run.events("checkpoint_saved") != [], "a checkpoint is whole")
         succeed("docker", "network", "disconnect", network, container)
         began = time.monotonic()
         run.continue_other()
-        wait_until(lambda: run.events("node_lost") != [], "the node is missed", PATIENCE_S)
+        wait_until(lambda: run.events("node_lost") != [], "the node is missed")
         print(f"a node without network was named after {time.monotonic() - began:.1f} s")
         (event,) = run.events("node_lost")
         assert event["node"] == OTHER
         assert re.match(r"has not answered for 2\d s", event["reason"])
-        wait_until(lambda: run.is_gone(OTHER), "its ranks have ended by themselves", PATIENCE_S)
+        wait_until(lambda: run.is_gone(OTHER), "its ranks have ended by themselves")
         print(f"cut off, its ranks ended after {time.monotonic() - began:.1f} s")
         succeed("docker", "network", "connect", "--alias", OTHER, network, container)
         began = time.monotonic()
-        wait_until(lambda: run.events("run_restarted") != [], "the run continues", PATIENCE_S)
+        wait_until(lambda: run.events("run_restarted") != [], "the run continues")
         print(f"once the node was back, the run went on after {time.monotonic() - began:.1f} s")
-        assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+        assert run.terminal.process.wait(timeout=WORK_S) == 0, run.terminal.text()
         assert run.events("run_restarted")[0]["iteration"] % 20 == 0
         assert run.events("run_restarted")[0]["iteration"] > 0
         assert run.losses() == calm.losses()
@@ -407,10 +406,10 @@ def test_a_head_that_stands_still_while_it_is_followed(twin: Twin) -> None:
                 f"{HEAD}: has said nothing for 20 s while {run.run_id} was followed; the nodes that have lost it end "
                 "their ranks by themselves; see tridock status once it is back",
             )
-            wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", PATIENCE_S)
+            wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves")
         finally:
             succeed("docker", "unpause", twin.container(HEAD))
-        wait_until((run.folder / "exit_code").exists, "the supervisor has found out", PATIENCE_S)
+        wait_until((run.folder / "exit_code").exists, "the supervisor has found out")
         assert (run.folder / "exit_code").read_text() == "4\n"
         assert run.is_gone(HEAD)
 
@@ -438,7 +437,7 @@ def test_a_head_that_is_killed_while_it_is_followed(twin: Twin) -> None:
             "end their ranks by themselves; see tridock status once it is back",
         )
         began = time.monotonic()
-        wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", PATIENCE_S)
+        wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves")
         print(f"without the head, the other node's ranks ended after {time.monotonic() - began:.1f} s")
         twin.clone.succeed("fab up --hosts hostfiles/twin")
         assert re.search(rf"{run.run_id} +│ 2 +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))

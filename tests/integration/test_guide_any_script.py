@@ -16,7 +16,7 @@ from tests.integration.test_programs import NODES, Twin
 from tests.integration.test_wrapped_image import BASE
 from tridock.yaml_text import parse_yaml
 
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.full]  # tests/unit/test_docs_commands.py reads and previews them
+pytestmark = pytest.mark.full  # tests/unit/test_docs_commands.py reads and previews them
 
 PAGE = "docs/guides/any-script.md"
 TRAIN = """
@@ -69,7 +69,7 @@ def test_every_line(twin: Twin, cpu_image: str) -> None:
             text = re.sub(r"main-\d{8}-\d{6}-\w{4}", first, block.text)
             for shown, own in here.items():
                 text = text.replace(shown, own)
-            done = execute("bash", "-euo", "pipefail", "-c", text, cwd=twin.folder, env=env, timeout=600)
+            done = execute("bash", "-euo", "pipefail", "-c", text, cwd=twin.folder, env=env)
             output = done.stdout + done.stderr
             assert done.returncode == 0, f"{block}\n{text}\n{output}"
             if found := re.search(r"^run (\S+): ", output, re.MULTILINE):

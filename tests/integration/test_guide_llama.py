@@ -15,7 +15,7 @@ from tests.documentation import Block, blocks
 from tests.integration.support import execute, give
 from tridock.experiment import parse_experiment
 
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.full]  # tests/unit/test_docs_commands.py reads and previews them
+pytestmark = pytest.mark.full  # tests/unit/test_docs_commands.py reads and previews them
 
 PAGE = "docs/guides/llama.md"
 RUN = "mine-20261122-110613-14b7"

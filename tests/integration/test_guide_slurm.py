@@ -9,8 +9,6 @@ import pytest
 from tests.integration.slurm_cluster import SHARED, SlurmCluster
 from tests.integration.support import ROOT
 
-pytestmark = pytest.mark.timeout(1800)
-
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FOLDER = f"{SHARED}/guide"
 

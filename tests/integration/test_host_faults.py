@@ -17,15 +17,14 @@ import pytest
 from tests.integration.rack import CLUSTER, PROGRAMS, SHARED, WORKDIR, Rack, build_host_image
 from tests.integration.rack_runs import NODE, RUNS, run_id_of, sleeping, state_of
 from tests.integration.support import execute, own_name, succeed, wait_until
+from tests.patience import STEP_S, WORK_S
 from tridock.cluster.settings import load_cluster
 from tridock.errors import RequestError
 from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.nodes import containers
 
-pytestmark = pytest.mark.timeout(1800)
-
-SLEEP = ("--", "sleep", "1000")
+SLEEP = ("--", "sleep", "9999")
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 OTHERWISE = {"name": CLUSTER, "env": {**ON_CPU, "OMP_NUM_THREADS": "2"}}
 """Settings that no node of the cluster has."""
@@ -87,7 +86,7 @@ def one_host(rack: Rack) -> dict[str, object]:
 
 def in_clone(rack: Rack, clone: Path, task: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [str(PROGRAMS / "fab"), task, "--hosts", f"hostfiles/{CLUSTER}", *arguments]
-    return execute(*argv, cwd=clone, env=rack.environment(PYTHONPATH=str(clone)), timeout=1500)
+    return execute(*argv, cwd=clone, env=rack.environment(PYTHONPATH=str(clone)))
 
 
 def ids(rack: Rack) -> list[str]:
@@ -102,7 +101,7 @@ def a_run(rack: Rack, name: str, *options: str, config: str | None = None) -> It
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = run_id_of(rack.project / name)
     try:
-        wait_until(lambda: all(host.processes(run_id, "^sleep") for host in rack), "its ranks have started", 120)
+        wait_until(lambda: all(host.processes(run_id, "^sleep") for host in rack), "its ranks have started")
         yield run_id
     finally:
         rack.fab("stop", "--run", run_id)
@@ -122,7 +121,7 @@ def test_a_paused_up_removes_no_node_under_a_run_that_began_meanwhile(hosts: Rac
         wait_until(lambda: "T" in Path(f"/proc/{up.pid}/stat").read_text().rpartition(")")[2][:3], "it stands still")
         with a_run(hosts, "meanwhile") as run_id:
             up.send_signal(signal.SIGCONT)
-            _, said = up.communicate(timeout=120)
+            _, said = up.communicate(timeout=STEP_S)
             assert up.returncode == 1
             assert "another command has changed the cluster's nodes since this one was paused" in said
             assert ids(hosts) == before
@@ -139,7 +138,7 @@ def test_a_launch_waits_for_the_lock(hosts: Rack) -> None:
         assert "changes the nodes of rack" in terminal.text()
         assert not (hosts.project / "waiting").exists()
         os.killpg(terminal.process.pid, signal.SIGINT)
-        assert terminal.process.wait(60) == 130
+        assert terminal.process.wait(STEP_S) == 130
 
 
 def test_a_host_removes_no_node_with_a_run_in_it(hosts: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +161,7 @@ def test_a_container_that_tridock_did_not_start_is_left_alone(hosts: Rack) -> No
     other = hosts.write_cluster("foreign")
     host = hosts["host-b"]
     try:
-        host.sh(f"docker run --detach --network none --name tridock-foreign {hosts.image} sleep 1000")
+        host.sh(f"docker run --detach --network none --name tridock-foreign {hosts.image} sleep 9999")
         before = host.sh("docker inspect --format '{{.Id}}' tridock-foreign")
         for task in ("up", "down"):
             done = hosts.fab(task, hosts=other)
@@ -196,7 +195,7 @@ def test_a_run_whose_head_left_the_hostfile_runs_on_has_its_slots_and_can_be_sto
             f"stopped {run_id} on host-b\n"
             "host-a: not in the hostfile; the run's supervisor ends it there too, within seconds\n",
         )
-        wait_until(lambda: not any(host.processes(run_id) for host in hosts), "it ends on the head too", 120)
+        wait_until(lambda: not any(host.processes(run_id) for host in hosts), "it ends on the head too")
         assert state_of(hosts, run_id) == "stopped"
 
 
@@ -251,7 +250,7 @@ def test_a_node_that_does_not_let_the_head_in_is_named_at_once(hosts: Rack) -> N
     with a_run(hosts, "refused", "--restarts", "2") as run_id, host.without(allowed):
         host.signal("KILL", host.processes(run_id, "^sleep"))
         log = f"{RUNS}/{run_id}/logs/launcher.log"
-        wait_until(lambda: state_of(hosts, run_id) == "failed", "the restarts have failed", 300)
+        wait_until(lambda: state_of(hosts, run_id) == "failed", "the restarts have failed", WORK_S)
         events = [json.loads(line) for line in hosts["host-a"].sh(f"cat {RUNS}/{run_id}/events.jsonl").splitlines()]
         refused = next(event for event in events if event.get("cause") == "login_refused")
         assert refused["node"] == "host-b", hosts["host-a"].sh(f"cat {log}")
@@ -268,7 +267,7 @@ def test_a_run_outlives_a_docker_engine_that_is_restarted(hosts: Rack) -> None:
     with a_run(hosts, "upgraded", config="upgraded.yaml") as run_id:
         before = hosts["host-b"].processes(run_id, "^sleep")
         hosts["host-b"].sh("pkill -TERM -x dockerd")
-        wait_until(lambda: hosts["host-b"].processes(run_id, "^sleep") not in ([], before), "it runs again", 300)
+        wait_until(lambda: hosts["host-b"].processes(run_id, "^sleep") not in ([], before), "it runs again", WORK_S)
         assert state_of(hosts, run_id) == "running"
         events = [json.loads(line) for line in hosts["host-a"].sh(f"cat {RUNS}/{run_id}/events.jsonl").splitlines()]
         assert [event["event"] for event in events].count("run_restarted") == 1
@@ -288,7 +287,7 @@ def test_an_engine_that_remaps_users_is_known_before_the_image_travels(hosts: Ra
     )
     try:
         asked = "DOCKER_HOST=unix:///run/remapped.sock docker version"
-        wait_until(lambda: host.execute(asked).returncode == 0, "its second engine answers", 240)
+        wait_until(lambda: host.execute(asked).returncode == 0, "its second engine answers")
         plain = hosts.write_cluster("remapped", "host-b slots=1\n", **one_host(hosts), env=ON_CPU, ssh_port=2223)
         done = hosts.fab("up", hosts=plain)
         assert (done.returncode, done.stdout, done.stderr) == (
@@ -305,8 +304,6 @@ def test_an_engine_that_remaps_users_is_known_before_the_image_travels(hosts: Ra
         assert hosts.fab("down", hosts=allowed).returncode == 0
     finally:
         host.sh("rm /home/trainer/.bashrc; kill $(cat /run/remapped.pid)")
-        wait_until(
-            lambda: host.execute("test -e /run/remapped.pid").returncode == 1, "its second engine has ended", 120
-        )
+        wait_until(lambda: host.execute("test -e /run/remapped.pid").returncode == 1, "its second engine has ended")
         # The last of its mounts may go a moment later.
-        wait_until(lambda: host.execute(f"rm -rf {SHARED}/remapped").returncode == 0, "its files are gone", 120)
+        wait_until(lambda: host.execute(f"rm -rf {SHARED}/remapped").returncode == 0, "its files are gone")

@@ -15,13 +15,12 @@ import pytest
 from tests.integration.rack import Rack, RackHost, build_host_image
 from tests.integration.registry import Registry
 from tests.integration.support import ROOT, execute, own_name, succeed, wait_until
+from tests.patience import STEP_S
 from tridock.cluster.settings import load_cluster
 from tridock.ops.hosts.facts import read_states
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.image.ensure import ensure_image, verify, wanted_image
 from tridock.remote.ssh import SshHost
-
-pytestmark = pytest.mark.timeout(1800)
 
 MEGABYTES = 40
 CLUSTER = "pulls"
@@ -96,17 +95,15 @@ def nothing_is_left(rack: Rack) -> None:
     names = "docker image inspect --format '{{json .RepoTags}} {{json .RepoDigests}}' "
     assert execute("bash", "-c", names + rack.image).stdout.strip() in ("", f'["{rack.image}"] []')
     for host in rack:
-        wait_until(
-            lambda host=host: host.execute("pgrep --full '^docker (pull|load)'").returncode == 1, "pulls end", 60
-        )
+        wait_until(lambda host=host: host.execute("pgrep --full '^docker (pull|load)'").returncode == 1, "pulls end")
         wait_until(
             lambda host=host: host.execute(names + rack.image).stdout.strip() in ("", f'["{rack.image}"] []'),
-            "the name that it was pulled by is gone", 60,
+            "the name that it was pulled by is gone",
         )  # fmt: skip
         # In state 0A, LISTEN, on 127.0.0.1. ssh does not wait until sshd has closed a port, which the end of the
         # connection would do too, but after a minute.
         wait_until(
-            lambda host=host: " 0100007F:" not in host.sh("grep ' 0A ' /proc/net/tcp"), "the forwarded port closes", 40
+            lambda host=host: " 0100007F:" not in host.sh("grep ' 0A ' /proc/net/tcp"), "the forwarded port closes"
         )
 
 
@@ -199,9 +196,9 @@ def test_a_command_that_ends_in_the_middle_leaves_nothing_and_the_next_one_bring
     with subprocess.Popen(argv, env=environment, start_new_session=True, stderr=subprocess.DEVNULL) as command:
         # On the host itself: asked from here on a busy machine, the pull could be over between two answers.
         pulls = f'pgrep --full "^docker pull" >/dev/null && [ $({RECEIVED}) -gt {received + 1_000_000} ]'
-        host.sh(f"timeout 240 sh -c 'until {pulls}; do sleep 0.02; done'")
+        host.sh(f"timeout {STEP_S} sh -c 'until {pulls}; do sleep 0.02; done'")
         os.killpg(command.pid, number)
-        assert command.wait(timeout=60) == -number
+        assert command.wait(timeout=STEP_S) == -number
     if number == signal.SIGINT:
         nothing_is_left(hosts)
     brought(hosts, wanted)

@@ -20,6 +20,7 @@ from PIL import Image, ImageStat
 
 from tests.integration.browser import Page, open_page
 from tests.integration.test_report_page import chromium  # noqa: F401 - a fixture
+from tests.patience import STEP_S
 from tests.unit.report.test_page import HOSTILE, a_run
 from tridock.ops.runs.watch import ask_folder
 from tridock.report.live_server import LiveServer
@@ -133,7 +134,7 @@ def test_the_page_says_that_the_command_has_ended(
                 page.call("Page.navigate", url=address[1])
                 page.wait("document.body?.dataset.drawn")
                 process.send_signal(signal.SIGINT)
-                assert process.wait(60) == 0
+                assert process.wait(STEP_S) == 0
                 text = page.wait("document.querySelector('#moment.bad')?.textContent")
             assert text == "tridock watch has ended here, or does not answer: start it again."
         finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sshd import ROOT, Sshd
+from tests.patience import WORK_S
 
 CAP = 8
 STEPS = (("started", 1), ("ended", -1))
@@ -73,13 +74,12 @@ def up(folder: Path, names: list[str]) -> float:
     program = str(Path(sys.executable).with_name("fab"))
     argv = [program, "--search-root", str(ROOT), "up", "--hosts", str(hostfile)]
     began = time.monotonic()
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False, timeout=1500)
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False, timeout=WORK_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"{len(names)} nodes up, image {IMAGE[:19]}: {', '.join(names)}\n"
     return time.monotonic() - began
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.full  # test_remote_fanout.py: the cap
 def test_32_hosts_are_brought_up_under_the_cap(lab: dict[str, Sshd], tmp_path: Path) -> None:
     names = list(lab)

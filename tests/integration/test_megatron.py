@@ -15,7 +15,7 @@ from tests.integration.rack import USER, Rack
 from tests.integration.support import execute
 from tests.megatron_source import pristine_source
 
-pytestmark = [pytest.mark.optional, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.optional
 
 SPREAD = "configs/megatron/tiny-345m-3d.yaml"
 
@@ -101,7 +101,7 @@ def test_fab_launch_runs_3d_over_two_docker_hosts(clone: Clone, rack: Rack) -> N
     try:
         execute("cp", "-r", str(clone.folder / "data" / "demo"), str(rack.project / "data"))
         for arguments in (("up",), ("data", "--config", SPREAD)):
-            done = rack.fab(*arguments, hosts=hosts, timeout=600)
+            done = rack.fab(*arguments, hosts=hosts)
             assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == "index maps: 9 files, made on host-a, sent to host-b"
         script = f"cd /home/{USER}/tridock/megatron/workspace/data/demo && "
@@ -111,7 +111,7 @@ def test_fab_launch_runs_3d_over_two_docker_hosts(clone: Clone, rack: Rack) -> N
         before = [host.sh(script + "stat -c '%n %i %y' stdlib*") for host in rack]
         done = rack.fab("data", "--config", SPREAD, hosts=hosts)
         assert done.stdout.splitlines()[-1] == "index maps: 9 files, already on host-a"
-        done = rack.fab("launch", "--config", SPREAD, hosts=hosts, timeout=600)
+        done = rack.fab("launch", "--config", SPREAD, hosts=hosts)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr
         assert [host.sh(script + "stat -c '%n %i %y' stdlib*") for host in rack] == before
         fetched = rack.fab("fetch", hosts=hosts)

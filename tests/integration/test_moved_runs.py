@@ -16,12 +16,11 @@ from tests.integration.clone import a_clone
 from tests.integration.rack import TINY, write_data
 from tests.integration.support import pause, succeed, wait_until
 from tests.integration.test_faults import Run, Twin
-
-pytestmark = pytest.mark.timeout(1800)
+from tests.patience import WORK_S
 
 HEAD, OTHER, SPARE = "node-1", "node-2", "node-3"
 LENGTH = {"train.train_iters": 240, "train.save": True, "train.save_interval": 20}
-RESTART = {"restart.max": 1, "restart.node_timeout": 30, "launch.hang_timeout": 120}
+RESTART = {"restart.max": 1, "restart.node_timeout": 30, "launch.hang_timeout": WORK_S}
 WHOLE = 45
 """After this iteration the first checkpoint is whole: the second one has been begun."""
 
@@ -53,7 +52,7 @@ def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
 def calm(twin: Twin) -> dict[int, float]:
     """The losses of a run that loses nothing, on two nodes."""
     with twin.launched(**LENGTH) as run:
-        assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+        assert run.terminal.process.wait(timeout=WORK_S) == 0, run.terminal.text()
         return run.losses()
 
 
@@ -61,7 +60,7 @@ def lose(twin: Twin, run: Run, node: str = OTHER) -> dict[str, Any]:
     """Kills a node; returns the run's events about its move."""
     succeed("docker", "kill", twin.container(node))
     began = time.monotonic()
-    wait_until(lambda: run.events("run_restarted") != [], "the run continues", 300)
+    wait_until(lambda: run.events("run_restarted") != [], "the run continues", WORK_S)
     print(f"a node that stays away: the run went on after {time.monotonic() - began:.1f} s")
     (event,) = run.events("run_moved")
     return event
@@ -73,7 +72,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(twin: Twin, calm: dict[int, floa
     with twin.launched(stops_beyond=WHOLE, **LENGTH, **RESTART) as run:
         event = lose(twin, run)
         assert (event["lost"], event["nodes"], event["layout"]) == ([OTHER], [HEAD, SPARE], "TP1 PP1 DP2")
-        assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+        assert run.terminal.process.wait(timeout=WORK_S) == 0, run.terminal.text()
         assert "tridock: node-3 takes the place of node-2\n" in run.terminal.text()
         assert run.losses() == calm
         assert run.is_gone(HEAD)
@@ -90,10 +89,10 @@ def test_without_a_spare_fewer_replicas_continue(twin: Twin, calm: dict[int, flo
     twin.clone.succeed("fab up --hosts hostfiles/twin")
     with twin.launched(stops_beyond=WHOLE, **LENGTH, **RESTART) as run:
         busy = "sleep-20260102-030405-abcd"
-        twin.inside(SPARE, f"TRIDOCK_RUN_ID={busy} setsid sleep 300 >/dev/null 2>&1 &")
+        twin.inside(SPARE, f"TRIDOCK_RUN_ID={busy} setsid sleep 9999 >/dev/null 2>&1 &")
         try:
             event = lose(twin, run)
-            assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+            assert run.terminal.process.wait(timeout=WORK_S) == 0, run.terminal.text()
         finally:
             twin.inside(SPARE, "pkill -x sleep")
         assert (event["lost"], event["nodes"], event["layout"]) == ([OTHER], [HEAD], "TP1 PP1 DP1")
@@ -150,11 +149,11 @@ def test_a_head_that_stood_still_leaves_the_run_to_its_successor(twin: Twin, cal
     supervisor = "tridock.node start "
     with twin.launched(stops_beyond=WHOLE, **LENGTH, **RESTART) as run:
         twin.signal(HEAD, "STOP", supervisor)
-        wait_until(lambda: run.events("run_restarted") != [], "the run continues", 300)
+        wait_until(lambda: run.events("run_restarted") != [], "the run continues", WORK_S)
         twin.signal(HEAD, "CONT", supervisor)
         wait_until(lambda: not twin.inside(HEAD, f"pgrep -f '{supervisor}'"), "the old supervisor has ended")
         assert not (run.folder / "exit_code").exists()
-        wait_until((run.folder / "exit_code").exists, "the run ends", 180)
+        wait_until((run.folder / "exit_code").exists, "the run ends", WORK_S)
         assert (run.folder / "exit_code").read_text() == "0\n"
         assert [event["node"] for event in run.events("taken_over")] == [HEAD]
         assert run.losses() == calm
@@ -169,10 +168,10 @@ def test_a_paused_head_that_comes_back_does_not_touch_the_run(twin: Twin, calm: 
     with twin.launched(stops_beyond=WHOLE, **LENGTH, **RESTART) as run:
         pause(twin.container(HEAD))
         try:
-            wait_until(lambda: run.events("run_restarted") != [], "the run continues", 300)
+            wait_until(lambda: run.events("run_restarted") != [], "the run continues", WORK_S)
         finally:
             succeed("docker", "unpause", twin.container(HEAD))
-        wait_until((run.folder / "exit_code").exists, "the run ends", 180)
+        wait_until((run.folder / "exit_code").exists, "the run ends", WORK_S)
         assert (run.folder / "exit_code").read_text() == "0\n"
         assert [event["node"] for event in run.events("taken_over")] == [OTHER]
         assert run.losses() == calm

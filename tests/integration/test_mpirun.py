@@ -14,7 +14,7 @@ from tests.integration.test_programs import NODES, Twin
 from tests.integration.test_wrapped_image import BASE
 
 # tests/unit/launchers/test_programs.py has its command lines.
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 PACKAGES = "openmpi-bin python3-mpi4py"
 RING = ("mpirun", "--oversubscribe", "python3", "-m", "mpi4py.bench", "ringtest", "-n", "8")
@@ -27,7 +27,7 @@ def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin
     install = f"apt-get update -qq && apt-get install -y -qq --no-install-recommends {PACKAGES}"
     options = [f"--build-arg={name}" for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
     file = f"FROM {BASE}\nRUN {install}\n"
-    succeed("docker", "build", "--quiet", *options, "--tag", own, "-", input=file, timeout=900)
+    succeed("docker", "build", "--quiet", *options, "--tag", own, "-", input=file)
     (made.folder / "hostfile").write_text("".join(f"{node} slots=1\n" for node in NODES))
     settings = f"name: {own_name()}\ntransport: compose\nimage: {own}\nwrap: true\nenv: {{DS_ACCELERATOR: cpu}}\n"
     (made.folder / "hostfile.yaml").write_text(settings)
@@ -56,7 +56,7 @@ def ringing(twin: Twin) -> str:
     run_id = run(twin, "--detach", "1000000000")
     status = twin.folder / "runs" / run_id / ".heartbeat"
     ranks = lambda: [twin.sh(node, f"pgrep -fc '{RANK}'") for node in NODES]  # noqa: E731
-    wait_until(lambda: ranks() == ["1\n", "1\n"] and (status / "agent-node-2").exists(), "two ranks", 240)
+    wait_until(lambda: ranks() == ["1\n", "1\n"] and (status / "agent-node-2").exists(), "two ranks")
     time.sleep(3.0)  # the agents look once a second
     return run_id
 
@@ -99,4 +99,4 @@ def test_stop_leaves_nothing(twin: Twin) -> None:
     assert twin.processes(run_id) != ""
     done = twin.tridock("stop", "--run", run_id)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: twin.processes(run_id) == "", "no process is left", 60)
+    wait_until(lambda: twin.processes(run_id) == "", "no process is left")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.support import Containers, execute, inside, succeed, wait_until
+from tests.patience import STEP_S
 
 # A value that meets every quoting rule between a Dockerfile's ENV and a process: sshd's, bash's and pdsh's.
 AWKWARD = r"""a  "b" 'c' \d $HOME `e` #f ; & | ( ) * é"""
@@ -105,13 +106,13 @@ def test_health_follows_sshd(start_twin, containers: Containers) -> None:
     inside(twin["node-1"], "healthcheck.sh")
     status = ["docker", "inspect", "--format", "{{.State.Health.Status}}", twin["node-1"]]
     wait_until(lambda: succeed(*status).strip() == "healthy", "healthy")
-    assert execute("docker", "exec", containers.start("sleep", "60"), "healthcheck.sh").returncode == 0
+    assert execute("docker", "exec", containers.start("sleep", "9999"), "healthcheck.sh").returncode == 0
 
 
 def test_a_node_whose_sshd_does_not_greet_is_not_healthy(containers: Containers) -> None:
     # The command line of a node's first process, with no sshd behind it.
     options = ["--entrypoint", "tini"]
-    name = containers.start("-s", "--", "sh", "-c", "sleep 600", "/entrypoint.sh", "node", options=options)
+    name = containers.start("-s", "--", "sh", "-c", "sleep 9999", "/entrypoint.sh", "node", options=options)
     done = execute("docker", "exec", name, "healthcheck.sh")
     assert (done.returncode, done.stdout) == (1, "sshd has not been started\n")
 
@@ -135,7 +136,7 @@ def test_the_base_images_start_up_script_runs_once(containers: Containers, tmp_p
     script = tmp_path / "base-image.sh"
     script.write_text("echo call >>/tmp/calls\nexport LD_LIBRARY_PATH=/compat\n")
     options = ["--volume", f"{script}:/base-image.sh:ro", "--env", "TRIDOCK_BASH_ENV=/base-image.sh"]
-    name = containers.start("sleep", "600", options=options)
+    name = containers.start("sleep", "9999", options=options)
     # The user is there a moment later than the container.
     shell = ("docker", "exec", "--user", "tridock", name, "bash", "-c", 'echo "$LD_LIBRARY_PATH"')
     wait_until(lambda: execute(*shell).stdout == "/compat\n", "the script has run")
@@ -161,7 +162,7 @@ def test_a_hangup_takes_new_host_keys_and_keeps_sessions(start_twin, secrets) ->
         lambda: execute("docker", "exec", "--user", "tridock", twin["node-1"], "ssh", "node-2", "true").returncode == 0,
         "the new keys open the door",
     )
-    assert session.communicate("here\n", timeout=60)[0] == "still here\n"
+    assert session.communicate("here\n", timeout=STEP_S)[0] == "still here\n"
 
 
 def test_a_node_can_be_restarted(start_twin) -> None:
@@ -175,7 +176,7 @@ def test_a_node_can_be_restarted(start_twin) -> None:
 
 def test_a_node_stops_at_once(start_twin) -> None:
     twin = start_twin()
-    succeed("docker", "stop", "--time", "200", twin["node-1"], timeout=60)
+    succeed("docker", "stop", "--time", "9999", twin["node-1"], timeout=STEP_S)
 
 
 def test_a_node_started_with_user(containers: Containers, secrets, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.support import execute, give, succeed
 
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.full]  # tests/distributed/test_nvme.py has files instead of the op
+pytestmark = pytest.mark.full  # tests/distributed/test_nvme.py has files instead of the op
 
 EXPERIMENT = """
 engine: torch

@@ -13,13 +13,14 @@ import yaml
 
 from tests.integration.support import ROOT, own_name, succeed, wait_until
 from tests.integration.test_wrapped_image import image, tridock  # noqa: F401  (a fixture)
+from tests.patience import WORK_S
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]  # test_moved_runs.py has a spare, test_run.py a program
+pytestmark = pytest.mark.full  # test_moved_runs.py has a spare, test_run.py a program
 
 CONFIG = {
     "name": "mine",
     "engine": "command",
-    "command": ["bash", "-c", "echo rank $RANK on $TRIDOCK_NODE; exec sleep 1000"],
+    "command": ["bash", "-c", "echo rank $RANK on $TRIDOCK_NODE; exec sleep 9999"],
     "resume_command": ["bash", "-c", "echo again: rank $RANK of $WORLD_SIZE on $TRIDOCK_NODE: $(cat word)"],
     "code": "code",
     "restart": {"max": 1, "node_timeout": 30},
@@ -43,11 +44,11 @@ def test_a_spare_takes_the_place_of_a_lost_node(image: str, tmp_path: Path) -> N
         with (tmp_path / "out").open("w") as out:
             process = subprocess.Popen(argv, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT)
         printed = (tmp_path / "out").read_text
-        wait_until(lambda: "node-2: rank 1 on node-2" in printed(), "the program runs", 240)
+        wait_until(lambda: "node-2: rank 1 on node-2" in printed(), "the program runs")
         containers = succeed("docker", "ps", "--format", "{{.Names}}", "--filter", f"name={name}").split()
         (lost,) = (it for it in containers if re.search(r"node-2(-\d+)?$", it))
         succeed("docker", "kill", lost)
-        assert process.wait(timeout=1500) == 0, printed()
+        assert process.wait(timeout=WORK_S) == 0, printed()
         assert "tridock: node-3 takes the place of node-2\n" in printed()
         assert {
             "node-1: again: rank 0 of 2 on node-1: hello",

@@ -17,10 +17,11 @@ import pytest
 
 from tests.integration.support import succeed, wait_until
 from tests.integration.twin import NODES, Twin, two_nodes
+from tests.patience import MATRIX_S, WORK_S
 
 SOURCES = os.environ.get("TRIDOCK_PROGRAMS")
 pytestmark = [
-    pytest.mark.timeout(7800),
+    pytest.mark.timeout(MATRIX_S),
     pytest.mark.optional,
     pytest.mark.skipif(SOURCES is None, reason="TRIDOCK_PROGRAMS names no folder with programs"),
 ]
@@ -205,7 +206,7 @@ class Programs(Twin):
         """The id of a run that is training, and will not end by itself."""
         run_id, _ = self.run(program, code, longer=True)
         log = self.folder / "runs" / run_id / "logs" / "launcher.log"
-        wait_until(lambda: re.search(program.trains, log.read_text()), f"{run_id} trains", 900)
+        wait_until(lambda: re.search(program.trains, log.read_text()), f"{run_id} trains", WORK_S)
         return run_id
 
 
@@ -269,4 +270,4 @@ def test_stop_leaves_nothing(twin: Programs, program: Program, code: Path) -> No
     assert twin.processes(run_id) != ""
     done = twin.tridock("stop", "--run", run_id)
     assert done.returncode == 0, done.stderr
-    wait_until(lambda: twin.processes(run_id) == "", "no process is left", 60)
+    wait_until(lambda: twin.processes(run_id) == "", "no process is left")

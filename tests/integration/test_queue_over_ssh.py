@@ -8,15 +8,12 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-import pytest
-
 from tests.integration.rack import CLUSTER, Rack, Up
 from tests.integration.support import wait_until
-
-pytestmark = pytest.mark.timeout(1800)
+from tests.patience import STEP_S
 
 HOSTS = f"--hosts hostfiles/{CLUSTER}"
-LINES = "for i in 1 2 3; do echo iteration=$i loss=$((9 - i)).5; done; sleep 1000"
+LINES = "for i in 1 2 3; do echo iteration=$i loss=$((9 - i)).5; done; sleep 9999"
 """A program that trains nothing: torch takes seconds to import on each rank."""
 
 
@@ -36,7 +33,7 @@ def states(rack: Rack) -> dict[str, str]:
 
 def get(address: str, method: str = "GET") -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(address, method=method), timeout=STEP_S) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, b""
@@ -47,7 +44,7 @@ def watched(rack: Rack, run_id: str) -> None:
     listening = "ss -Hltn | awk '{print $4}' | sort"
     before = rack["host-a"].sh(listening)
     with rack.attached("watch", "--run", run_id) as terminal:
-        wait_until(lambda: "metrics     " in terminal.text(), "the page is there", 120)
+        wait_until(lambda: "metrics     " in terminal.text(), "the page is there")
         address = re.search(r"^page +(http://127\.0\.0\.1:\d+/\S+/)$", terminal.text(), re.MULTILINE)
         assert address is not None, terminal.text()
 
@@ -55,7 +52,7 @@ def watched(rack: Rack, run_id: str) -> None:
             runs: list[dict[str, Any]] = json.loads(get(f"{address[1]}data")[1])
             return runs[0] if runs else {}
 
-        wait_until(lambda: shown().get("iteration") == 3, "the page has the run's records", 120)
+        wait_until(lambda: shown().get("iteration") == 3, "the page has the run's records")
         assert (shown()["run"], shown()["state"]) == (run_id, "running")
         assert shown()["curves"]["loss"] == [[1, 8.5], [2, 7.5], [3, 6.5]]
         assert rack["host-a"].sh(listening) == before
@@ -87,5 +84,5 @@ def test_runs_wait_for_the_slots_of_others(rack_up: Up) -> None:
     assert rack.fab("stop", "--run", first).returncode == 0
     # Nobody asks for it: the supervisor of the run that has ended starts the next.
     node = f"docker exec tridock-{CLUSTER} cat /workspace/runs/{third}/exit_code"
-    wait_until(lambda: rack["host-a"].execute(node).stdout == "0\n", "the last run is done", 120)
+    wait_until(lambda: rack["host-a"].execute(node).stdout == "0\n", "the last run is done")
     assert states(rack) | {first: "stopped", second: "stopped", third: "done"} == states(rack)

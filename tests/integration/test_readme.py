@@ -16,8 +16,6 @@ from tests.integration.rack import copy_tree
 from tests.integration.support import ROOT, SESSION, execute, give, own_name, succeed
 from tests.integration.test_wheel import PROXIES
 
-pytestmark = pytest.mark.timeout(3000)
-
 UID = 1000
 SOCKET = Path("/var/run/docker.sock")
 SHORT = "--set train.train_iters=2 --set train.eval_interval=0 --set optimizer.lr_warmup_iters=1"
@@ -34,7 +32,7 @@ class Machine:
         """The line in the user's shell, in which .venv is active as soon as there is one."""
         script = f"[ ! -e .venv/bin/activate ] || . .venv/bin/activate; {line}"
         arguments = ("--workdir", str(self.clone), self.name, "bash", "-c", script)
-        return execute("docker", "exec", *arguments, timeout=1100)
+        return execute("docker", "exec", *arguments)
 
     def succeed(self, line: str) -> str:
         done = self.run(line)
@@ -54,7 +52,7 @@ def machine(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     proxies = [word for proxy in PROXIES for word in ("--build-arg", proxy)]
     folder = str(ROOT / "tests/integration/bare_host")
     build = ("docker", "build", "--quiet", "--target", "readme", *proxies, "--tag", f"{SESSION}:readme", folder)
-    succeed(*build, timeout=1800)
+    succeed(*build)
     # Docker as it is installed here, and the folders in which pip finds wheels here.
     plugins = json.loads(succeed("docker", "info", "--format", "{{json .ClientInfo.Plugins}}"))
     docker = shutil.which("docker")

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.integration.support import wait_until
 from tests.integration.twin import NODES, Twin, two_nodes
+from tests.patience import WORK_S
 
-pytestmark = pytest.mark.timeout(3600)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>"
@@ -123,7 +123,7 @@ def test_a_killed_rank_is_named_and_stop_leaves_nothing(twin: Twin) -> None:
         done = twin.tridock("run", "--config", str(folder / "run.yaml"), "--detach")
         assert done.returncode == 0, done.stderr
         metrics = twin.folder / "runs" / (run_id := run_id_of(done.stdout + done.stderr)) / "metrics.jsonl"
-        wait_until(lambda: metrics.is_file() and metrics.stat().st_size > 0, f"{run_id} trains", 300)
+        wait_until(lambda: metrics.is_file() and metrics.stat().st_size > 0, f"{run_id} trains", WORK_S)
         return run_id
 
     run_id = training()
@@ -131,7 +131,7 @@ def test_a_killed_rank_is_named_and_stop_leaves_nothing(twin: Twin) -> None:
     assert "rank 1 on node-2 was ended by SIGKILL" in twin.followed(run_id)
     run_id = training()
     assert twin.tridock("stop", "--run", run_id).returncode == 0
-    wait_until(lambda: twin.processes(run_id) == "", "nothing is left", 60)
+    wait_until(lambda: twin.processes(run_id) == "", "nothing is left")
 
 
 @pytest.mark.full  # tests/distributed/test_pretrained.py

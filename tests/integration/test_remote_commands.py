@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sshd import ROOT, Sshd, message, running, wait_until
+from tests.patience import STEP_S
 from tridock.command import Command
 from tridock.remote import Host, LocalHost
 
@@ -27,7 +28,7 @@ from tridock.remote import Host, LocalHost
 
 def test_a_command_arrives_word_by_word(host: Host) -> None:
     arguments = ["a b", "", "$HOME", "`id`", "'", '"', "\\", "*", ";", "\n", "ä", "-n", "~"]
-    done = host.run(Command.of("printf", "%s\\0", *arguments), timeout=20)
+    done = host.run(Command.of("printf", "%s\\0", *arguments), timeout=STEP_S)
     assert done.stdout.decode() == "".join(f"{word}\0" for word in arguments)
     assert (done.exit_code, done.stderr) == (0, b"")
 
@@ -42,17 +43,17 @@ def test_environment_folder_and_exit_code(host: Host, tmp_path: Path) -> None:
 
 def test_bytes_go_through_unchanged_in_both_directions(host: Host) -> None:
     content = bytes(range(256)) + os.urandom(6_000_000)
-    assert host.run(Command.of("cat", stdin=content), timeout=60).stdout == content
-    done = host.run(Command.of("sh", "-c", "cat >&2", stdin=content), timeout=60)
+    assert host.run(Command.of("cat", stdin=content), timeout=STEP_S).stdout == content
+    done = host.run(Command.of("sh", "-c", "cat >&2", stdin=content), timeout=STEP_S)
     assert (done.stdout, done.stderr) == (b"", content)
 
 
 def test_without_input_a_command_sees_its_end(host: Host) -> None:
-    assert host.run(Command.of("cat"), timeout=10).stdout == b""
+    assert host.run(Command.of("cat"), timeout=STEP_S).stdout == b""
 
 
 def test_a_command_that_reads_nothing_of_its_input(host: Host) -> None:
-    done = host.run(Command.of("sh", "-c", "exit 5", stdin=b"x" * 20_000_000), timeout=30)
+    done = host.run(Command.of("sh", "-c", "exit 5", stdin=b"x" * 20_000_000), timeout=STEP_S)
     assert done.exit_code == 5
 
 
@@ -60,7 +61,7 @@ def test_many_commands_at_once_on_one_host(host: Host) -> None:
     results: list[bytes] = []
 
     def work(number: int) -> None:
-        results.append(host.run(Command.of("sh", "-c", f"sleep 0.2; echo {number}"), timeout=30).stdout)
+        results.append(host.run(Command.of("sh", "-c", f"sleep 0.2; echo {number}"), timeout=STEP_S).stdout)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -126,7 +127,7 @@ def test_a_tree_in_one_go(host: Host, tmp_path: Path) -> None:
     assert found == files
     assert {path.stat().st_mode & 0o7777 for path in folder.rglob("*") if path.is_file()} == {0o600}
     assert {path.stat().st_mode & 0o7777 for path in (folder, folder / "logs")} == {0o700}
-    assert abs((folder / "a").stat().st_mtime - time.time()) < 60
+    assert abs((folder / "a").stat().st_mtime - time.time()) < STEP_S
     inode = folder.stat().st_ino
     host.put_tree({"a": b"new"}, str(folder), mode=0o644)
     assert ((folder / "a").read_bytes(), (folder / "a").stat().st_mode & 0o7777) == (b"new", 0o644)
@@ -152,12 +153,10 @@ def test_output_comes_as_it_is_written(host: Host, tmp_path: Path) -> None:
 
 
 def test_a_stream_can_be_left(host: Host) -> None:
-    stream = host.stream(Command.of("sh", "-c", "echo one; sleep 97"))
+    stream = host.stream(Command.of("sh", "-c", "echo one; sleep 9997"))
     assert next(iter(stream)) == b"one\n"
-    begin = time.monotonic()
     stream.close()
-    assert time.monotonic() - begin < 60.0
-    assert host.run(Command.of("echo", "still here"), timeout=20).stdout == b"still here\n"
+    assert host.run(Command.of("echo", "still here"), timeout=STEP_S).stdout == b"still here\n"
 
 
 def test_a_pipe_waits_for_a_slow_reader_and_tells_how_far_it_is(host: Host, tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_a_source_that_breaks_off_is_not_taken_for_a_whole(host: Host, tmp_path:
     marker = tmp_path / "complete"
     with pytest.raises(RuntimeError, match=r"^disk gone$"):
         host.pipe(source(), Command.of("sh", "-c", f"cat >/dev/null; sleep 20; echo whole >'{marker}'"))
-    wait_until(lambda: not running(f"echo whole >'{marker}'"), 60)
+    wait_until(lambda: not running(f"echo whole >'{marker}'"))
     assert not marker.exists()
 
 
@@ -199,7 +198,7 @@ def test_output_too_large_for_memory_goes_to_a_file(host: Host, tmp_path: Path) 
     tracemalloc.start()
     try:
         with (tmp_path / "file").open("wb") as file:
-            done = host.read_into(file.write, command, timeout=240)
+            done = host.read_into(file.write, command, timeout=STEP_S)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -210,7 +209,7 @@ def test_output_too_large_for_memory_goes_to_a_file(host: Host, tmp_path: Path) 
 def test_read_into_keeps_the_order_and_every_byte(host: Host) -> None:
     content = bytes(range(256)) + os.urandom(6_000_000)
     parts: list[bytes] = []
-    done = host.read_into(parts.append, Command.of("cat", stdin=content), timeout=60)
+    done = host.read_into(parts.append, Command.of("cat", stdin=content), timeout=STEP_S)
     assert (done.exit_code, b"".join(parts)) == (0, content)
 
 
@@ -222,7 +221,7 @@ def test_pieces_come_as_they_are_written(host: Host, tmp_path: Path) -> None:
         (tmp_path / "one").touch()
 
     command = Command.of("sh", "-c", f"echo one; {once_there(tmp_path / 'one')}; echo two")
-    host.read_into(take, command, timeout=60)
+    host.read_into(take, command, timeout=STEP_S)
     assert seen == [b"one\n", b"two\n"]
 
 
@@ -238,7 +237,7 @@ def test_a_command_that_fails(host: Host) -> None:
 
 
 def test_a_command_that_is_not_there(host: Host) -> None:
-    done = host.run(Command.of("no-such-program", "x"), timeout=10)
+    done = host.run(Command.of("no-such-program", "x"), timeout=STEP_S)
     assert done.exit_code == 127
     text = message(lambda: done.checked("node-1"))
     assert text.startswith("node-1: `no-such-program x` failed with exit code 127; got ")
@@ -250,8 +249,8 @@ def test_a_command_that_hangs_is_ended_there_too(host: Host) -> None:
     assert message(lambda: host.run(Command.of("sleep", number), timeout=1)) == (
         f"node-1: `sleep {number}` did not end within 1 s; see what delays it there, then try again"
     )
-    wait_until(lambda: not running(f"^sleep {number}$"), 60)
-    assert host.run(Command.of("echo", "fine"), timeout=20).stdout == b"fine\n"
+    wait_until(lambda: not running(f"^sleep {number}$"))
+    assert host.run(Command.of("echo", "fine"), timeout=STEP_S).stdout == b"fine\n"
 
 
 def test_output_without_end_is_cut_at_the_time_limit(host: Host) -> None:
@@ -263,7 +262,7 @@ def test_output_without_end_is_cut_at_the_time_limit(host: Host) -> None:
         "see what delays it there, then try again"
     )
     assert b"".join(parts).startswith(b"x\nx\n")
-    wait_until(lambda: not running(f"echo x; done # {number}"), 60)
+    wait_until(lambda: not running(f"echo x; done # {number}"))
 
 
 def test_a_sink_that_takes_no_more_ends_the_command(host: Host) -> None:
@@ -275,8 +274,8 @@ def test_a_sink_that_takes_no_more_ends_the_command(host: Host) -> None:
 
     with pytest.raises(OSError, match="No space left on device"):
         host.read_into(full, command)
-    wait_until(lambda: not running(f"; done # {number}"), 60)
-    assert host.run(Command.of("echo", "fine"), timeout=20).stdout == b"fine\n"
+    wait_until(lambda: not running(f"; done # {number}"))
+    assert host.run(Command.of("echo", "fine"), timeout=STEP_S).stdout == b"fine\n"
 
 
 def test_a_sink_that_times_out_itself_is_not_taken_for_the_command(host: Host) -> None:
@@ -289,7 +288,7 @@ def test_a_sink_that_times_out_itself_is_not_taken_for_the_command(host: Host) -
 
 def test_reading_from_a_program_that_is_not_there(host: Host) -> None:
     parts: list[bytes] = []
-    done = host.read_into(parts.append, Command.of("no-such-program", "x"), timeout=10)
+    done = host.read_into(parts.append, Command.of("no-such-program", "x"), timeout=STEP_S)
     assert (done.exit_code, parts) == (127, [])
     assert done.stderr
 
@@ -311,11 +310,11 @@ def test_every_exit_code_is_the_commands_own(host: Host, code: int) -> None:
 @pytest.mark.parametrize(
     "work",
     [
-        "on_all(hosts, lambda _, host: host.run(Command.of('sleep', '96')), cap=2)",
-        "list(hosts['a'].stream(Command.of('sleep', '96')))",
-        "hosts['a'].run(Command.of('sleep', '96'))",
-        "hosts['a'].pipe(iter(lambda: b'x' * 1000, None), Command.of('sleep', '96'))",
-        "hosts['a'].read_into(lambda part: None, Command.of('sleep', '96'))",
+        "on_all(hosts, lambda _, host: host.run(Command.of('sleep', '9996')), cap=2)",
+        "list(hosts['a'].stream(Command.of('sleep', '9996')))",
+        "hosts['a'].run(Command.of('sleep', '9996'))",
+        "hosts['a'].pipe(iter(lambda: b'x' * 1000, None), Command.of('sleep', '9996'))",
+        "hosts['a'].read_into(lambda part: None, Command.of('sleep', '9996'))",
         "hosts['a'].read_into(lambda part: None, Command.of('yes'))",
     ],
 )
@@ -346,7 +345,7 @@ def test_ctrl_c_comes_through_at_once(shared: Sshd, kind: str, work: str) -> Non
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.7)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=STEP_S)
     assert (process.returncode, errors) == (130, "")
 
 
@@ -366,7 +365,7 @@ def test_ctrl_c_leaves_no_lock_taken(shared: Sshd) -> None:
             except KeyboardInterrupt:
                 print('once', flush=True)
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=ROOT, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=ROOT, text=True, timeout=STEP_S)
     assert (done.stderr, done.stdout, done.returncode) == ("", "once\n" * 40, 0)
 
 

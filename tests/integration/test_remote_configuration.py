@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sshd import ROOT, SSHD, USER, Sshd, free_port, make_key, message, public, wait_until
+from tests.patience import STEP_S
 from tridock.command import Command
 from tridock.errors import RequestError
 from tridock.remote.ssh import SshHost
@@ -160,7 +161,7 @@ def test_through_a_proxy_command(shared: Sshd, tmp_path: Path) -> None:
           UserKnownHostsFile {shared.known_hosts}
           ProxyCommand {sys.executable} {relay} %h %p
     """
-    assert configured(shared, tmp_path, text).run(Command.of("echo", "in"), timeout=20).stdout == b"in\n"
+    assert configured(shared, tmp_path, text).run(Command.of("echo", "in"), timeout=STEP_S).stdout == b"in\n"
 
 
 def test_a_key_with_a_passphrase_needs_an_agent(

@@ -22,6 +22,7 @@ from tests.integration.sshd import (
     serving,
     wait_until,
 )
+from tests.patience import STEP_S
 from tridock.command import Command
 from tridock.remote.ssh import Login, SshHost
 
@@ -127,7 +128,7 @@ def test_something_else_than_sshd() -> None:
         time.sleep(0.1)
 
     with serving(answer) as port:
-        host = SshHost("node-1", Login("127.0.0.1", port=port, connect_timeout=20.0), retries=0)
+        host = SshHost("node-1", Login("127.0.0.1", port=port, connect_timeout=STEP_S), retries=0)
         text = message(lambda: host.run(Command.of("true")))
     assert text.startswith(f"node-1: drops connections before the login as {USER}@127.0.0.1 port {port}; got ")
     assert text.endswith(
@@ -148,7 +149,7 @@ def test_an_sshd_with_few_sessions_gets_more_connections(make_sshd: Callable[...
     script = f'touch {folder}/ran-"$1"; until [ "$(ls {folder}/ran-* | wc -l)" = 5 ]; do sleep 0.05; done'
     numbers = [str(number) for number in range(5)]
     with ThreadPoolExecutor(5) as pool:
-        done = list(pool.map(lambda number: host.run(Command.of("sh", "-c", script, "wait", number), 60), numbers))
+        done = list(pool.map(lambda number: host.run(Command.of("sh", "-c", script, "wait", number), STEP_S), numbers))
     assert [one.exit_code for one in done] == [0] * 5
     logins = sshd.log.count("Accepted publickey")
     assert 3 <= logins <= 5  # two commands on the shared connection, each further one on its own
@@ -169,7 +170,7 @@ def test_commands_end_while_new_keys_are_exchanged(make_sshd: Callable[..., Sshd
     pieces = [bytes(1 << 20)] * 60
     with ThreadPoolExecutor(4) as pool:
         sent = pool.submit(host.pipe, iter(pieces), Command.of("wc", "-c"))
-        codes = [pool.submit(host.run, Command.of("true"), 60) for _ in range(90)]
+        codes = [pool.submit(host.run, Command.of("true"), STEP_S) for _ in range(90)]
         assert sent.result().stdout.split() == [str(60 << 20).encode()]
         assert [done.result().exit_code for done in codes] == [0] * 90
     assert sshd.log.count("Accepted publickey") == 1
@@ -182,7 +183,7 @@ def test_an_sshd_with_which_nothing_is_in_common(make_sshd: Callable[..., Sshd])
 
 def test_a_connection_that_breaks_under_a_command(make_sshd: Callable[..., Sshd]) -> None:
     sshd = make_sshd()
-    host, seconds = sshd.host(), f"98.{os.getpid()}"
+    host, seconds = sshd.host(), f"9998.{os.getpid()}"
 
     def has_begun() -> bool:
         if not running(f"^sleep {seconds}$"):
@@ -201,12 +202,12 @@ def test_a_connection_that_breaks_under_a_command(make_sshd: Callable[..., Sshd]
 
 def test_a_connection_that_breaks_under_a_stream(make_sshd: Callable[..., Sshd]) -> None:
     sshd = make_sshd()
-    stream = sshd.host().stream(Command.of("sh", "-c", "echo one; sleep 98"))
+    stream = sshd.host().stream(Command.of("sh", "-c", "echo one; sleep 9998"))
     parts = iter(stream)
     assert next(parts) == b"one\n"
     sshd.end_sessions()
     text = message(lambda: list(parts))
-    assert text.startswith("node-1: the connection was lost while `sh -c 'echo one; sleep 98'` ran; got ")
+    assert text.startswith("node-1: the connection was lost while `sh -c 'echo one; sleep 9998'` ran; got ")
 
 
 def test_a_connection_that_breaks_under_a_download(make_sshd: Callable[..., Sshd]) -> None:
@@ -222,7 +223,7 @@ def break_once(sshd: Sshd, seen: Callable[[], bool]) -> threading.Thread:
     """Ends the sessions as soon as something is seen, such as what the other side writes."""
 
     def watch() -> None:
-        wait_until(seen, 60)
+        wait_until(seen)
         sshd.end_sessions()
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -239,4 +240,4 @@ def test_a_tree_that_breaks_leaves_the_old_files(make_sshd: Callable[..., Sshd],
     breaker.join()
     assert text.startswith("node-1: the connection was lost while `sh -c ")
     assert (folder / "a").read_bytes() + (folder / "b").read_bytes() == b"oldold"
-    wait_until(lambda: sorted(entry.name for entry in folder.iterdir()) == ["a", "b"], 60)
+    wait_until(lambda: sorted(entry.name for entry in folder.iterdir()) == ["a", "b"])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.integration.sshd import USER, Sshd, free_port, make_key, message, public
+from tests.patience import STEP_S
 from tridock.command import Command
 from tridock.remote import Host, on_all, raise_failures
 from tridock.remote.ssh import SshHost
@@ -66,7 +67,7 @@ def test_32_hosts_under_a_cap(shared: Sshd, tmp_path: Path) -> None:
     def work(name: str, host: SshHost) -> tuple[int, int]:
         try:
             script = f"date +%s%N; {full}; sleep 0.6; date +%s%N"
-            done = host.run(Command.of("sh", "-c", script, "work", name), timeout=120)
+            done = host.run(Command.of("sh", "-c", script, "work", name), timeout=STEP_S)
             begin, end = map(int, done.stdout.split())
             return begin, end
         finally:
@@ -82,7 +83,7 @@ def test_32_hosts_under_a_cap(shared: Sshd, tmp_path: Path) -> None:
 def test_40_connections_that_an_sshd_of_few_startups_drops(make_sshd: Callable[..., Sshd]) -> None:
     sshd = make_sshd("MaxStartups 3:60:6")
     hosts = {f"node-{n:02}": sshd.host(f"node-{n:02}", retries=40) for n in range(40)}
-    outcomes = on_all(hosts, lambda _, host: host.run(Command.of("true"), timeout=60).exit_code, cap=40)
+    outcomes = on_all(hosts, lambda _, host: host.run(Command.of("true"), timeout=STEP_S).exit_code, cap=40)
     assert raise_failures(outcomes) == dict.fromkeys(hosts, 0)
     assert "MaxStartups" in sshd.log, "nothing was dropped: this proves nothing"
     for host in hosts.values():
@@ -115,7 +116,7 @@ def test_every_failing_host_is_named_and_the_others_too(shared: Sshd, tmp_path: 
 
     def work(name: str, host: Host) -> int:
         script = "exit 3" if name == "failing" else "exit 0"
-        return host.run(Command.of("sh", "-c", script), timeout=20).checked(name).exit_code
+        return host.run(Command.of("sh", "-c", script), timeout=STEP_S).checked(name).exit_code
 
     outcomes = on_all(hosts, work, cap=8)
     assert [name for name, outcome in outcomes.items() if outcome.ok] == ["fine", "fine-too"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sshd import Sshd, free_port, message, serving, wait_until
+from tests.patience import STEP_S
 from tridock.command import Command
 from tridock.remote import Host
 from tridock.remote.ssh import SshHost
@@ -22,7 +23,7 @@ def served() -> Iterator[int]:
 
 
 def said(port: int) -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=STEP_S) as connection:
         return connection.recv(10)
 
 
@@ -36,7 +37,8 @@ def test_a_port_of_the_host_leads_here_while_the_block_runs(host: Host, served: 
         assert said(port) == b"here"
         assert host.run(Command.of("echo", "in")).stdout == b"in\n"
     if isinstance(host, SshHost):
-        wait_until(lambda: is_closed(port), 40)  # sshd closes it asynchronously; ControlPersist is longer
+        # sshd closes it asynchronously. The end of the connection would close it too, but commands keep that up.
+        wait_until(lambda: host.run(Command.of("true")).exit_code == 0 and is_closed(port))
     else:
         assert not is_closed(port)
 
@@ -88,7 +90,7 @@ def test_where_nothing_is_forwarded_the_reason_is_named(
 
 def test_a_configuration_that_ssh_does_not_read_in_time(shared: Sshd, tmp_path: Path) -> None:
     config = tmp_path / "config"
-    config.write_text(f'Match exec "sleep 20"\n  Compression yes\n{shared.ssh_config.read_text()}')
+    config.write_text(f'Match exec "sleep 99"\n  Compression yes\n{shared.ssh_config.read_text()}')
     text = message(shared.host(config_file=str(config)).forwarded(1).__enter__)
     assert text.endswith(
         ": ssh does not read its configuration; got no answer within 10 s; see what its `Match exec` runs"

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image, ImageStat
 
+from tests.patience import STEP_S
 from tests.unit.report import logs
 from tests.unit.report.test_page import HOSTILE, a_run
 from tridock.report.page import write_report
@@ -56,7 +57,7 @@ def shoot(
             "--disable-background-networking", "--no-first-run", f"--user-data-dir={folder / 'profile'}",
             f"--window-size={size[0]},{size[1]}", f"--log-net-log={network}", f"--screenshot={picture}", *arguments,
             page.as_uri()]  # fmt: skip
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=STEP_S, check=False)
     assert done.returncode == 0, done.stderr
     console = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
     return picture, console, asked_for(network)
@@ -119,7 +120,7 @@ def test_it_prints(chromium: str, report: Path, tmp_path: Path) -> None:
     printed = tmp_path / "page.pdf"
     argv = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", DARK,
             f"--print-to-pdf={printed}", report.as_uri()]  # fmt: skip
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=STEP_S, check=False)
     assert done.returncode == 0, done.stderr
     assert printed.read_bytes().startswith(b"%PDF-")
     assert printed.stat().st_size > 50_000

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.clone import Clone, a_clone
 from tests.integration.rack import TINY, write_data
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.full]  # tests/distributed/test_reproduce.py, on one machine
+pytestmark = pytest.mark.full  # tests/distributed/test_reproduce.py, on one machine
 
 HOSTS = "--hosts hostfiles/twin"
 

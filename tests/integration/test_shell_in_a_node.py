@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sshd import DOCKER, Sshd, free_port, running, serving, wait_until
+from tests.patience import STEP_S
 from tridock.contracts.run_folder import PYTHON
 
 TRIDOCK = (sys.executable, "-m", "tridock.cli")
@@ -42,7 +43,7 @@ def host(make_sshd: Callable[..., Sshd], tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def tridock(*arguments: str, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([*TRIDOCK, *arguments], input=given, capture_output=True, check=False, timeout=120)
+    return subprocess.run([*TRIDOCK, *arguments], input=given, capture_output=True, check=False, timeout=STEP_S)
 
 
 def test_a_command_has_its_input_output_and_exit_code(host: Sshd) -> None:
@@ -63,7 +64,7 @@ def test_at_a_terminal_it_has_one(host: Sshd) -> None:
         ["script", "-qefc", f"stty rows 33 cols 77; {line}", "typescript"],
         capture_output=True,
         check=False,
-        timeout=120,
+        timeout=STEP_S,
     )
     assert done.returncode == 5, done.stdout
     assert b"/dev/" in done.stdout
@@ -71,7 +72,7 @@ def test_at_a_terminal_it_has_one(host: Sshd) -> None:
     shell = " ".join((*TRIDOCK, "ssh", "h0"))
     done = subprocess.run(
         ["script", "-qefc", shell, "typescript"], input=b"echo in-$((40+2))\nexit 3\n", capture_output=True,
-        check=False, timeout=120,
+        check=False, timeout=STEP_S,
     )  # fmt: skip
     assert (done.returncode, b"in-42" in done.stdout) == (3, True), done.stdout
 
@@ -81,7 +82,7 @@ def test_ctrl_c_ends_it_there(host: Sshd) -> None:
     with subprocess.Popen([*TRIDOCK, *command], stdin=subprocess.DEVNULL) as process:
         wait_until((host.home / "tridock/lab/workspace/begun").exists)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(STEP_S) == 130
     wait_until(lambda: not running("sleep 98765"))
 
 
@@ -112,7 +113,7 @@ def served() -> Iterator[int]:
 
 def said(port: int, sent: bytes) -> bytes:
     received = bytearray()
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=STEP_S) as connection:
 
         def send() -> None:
             connection.sendall(sent)
@@ -138,14 +139,14 @@ def test_a_port_of_this_machine_leads_to_one_in_the_node(host: Sshd, served: int
         assert said(port, large) == large + b"bye"
         with socket.socket() as elsewhere:
             assert elsewhere.connect_ex(("127.0.0.2", port)) != 0
-        connections = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(6)]
+        connections = [socket.create_connection(("127.0.0.1", port), timeout=STEP_S) for _ in range(6)]
         for number, connection in enumerate(connections):
             connection.sendall(b"%d" % number)
         assert [connection.recv(9) for connection in connections] == [b"%d" % number for number in range(6)]
         assert len(running(relay)) >= 6
         connections[0].close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, process.stderr.read()
+        assert process.wait(STEP_S) == 0, process.stderr.read()
         assert connections[1].recv(9) == b""
         with socket.socket() as ended:
             assert ended.connect_ex(("127.0.0.1", port)) != 0
@@ -159,7 +160,7 @@ def test_a_lost_host_ends_the_forward(host: Sshd, served: int) -> None:
         assert process.stderr is not None
         assert process.stdout.readline().startswith("http://127.0.0.1:")
         host.end_sessions()
-        assert process.wait(60) == 3
+        assert process.wait(STEP_S) == 3
         assert process.stderr.read().startswith("h0: ")
 
 

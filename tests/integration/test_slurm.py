@@ -12,8 +12,6 @@ import pytest
 from tests.integration.slurm_cluster import SHARED, Job, SlurmCluster
 from tests.integration.support import execute, succeed
 
-pytestmark = pytest.mark.timeout(1800)
-
 TWO = ("--nodes", "2")
 CORE = (
     *("engine=megatron-core", "batch.global_batch_size=8"),

@@ -11,8 +11,7 @@ import pytest
 
 from tests.integration.clone import Clone, a_clone
 from tests.integration.support import execute, succeed
-
-pytestmark = pytest.mark.timeout(2400)
+from tests.patience import STEP_S
 
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 
@@ -122,9 +121,9 @@ def test_a_port_in_a_node_of_the_twin_is_reached_from_here(clone: Clone, demo: s
     clone.succeed(f"{tridock} exec --hosts hostfiles/twin node-1 -- sh -c '{serve} >/dev/null 2>&1 </dev/null &'")
     said = clone.succeed(f"""
         until {tridock} exec --hosts hostfiles/twin node-1 -- bash -c '</dev/tcp/localhost/8123'; do sleep 1; done
-        timeout 120 {tridock} forward --hosts hostfiles/twin node-1 8123 0 >forward &
+        timeout {STEP_S} {tridock} forward --hosts hostfiles/twin node-1 8123 0 >forward &
         until grep -q http forward; do sleep 0.2; done
-        curl --silent --max-time 60 $(grep -o 'http://[0-9.:]*' forward)/page
+        curl --silent --max-time {STEP_S} $(grep -o 'http://[0-9.:]*' forward)/page
         kill $!""")
     assert said == "here\n"
 

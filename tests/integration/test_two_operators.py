@@ -14,8 +14,7 @@ import pytest
 from tests.integration.rack import CLUSTER, PROGRAMS, UID, WORKDIR, Rack, Up
 from tests.integration.rack_runs import RUNS, SLEEP, run_id_of, sleeping, state_of
 from tests.integration.support import execute, wait_until
-
-pytestmark = pytest.mark.timeout(1800)
+from tests.patience import STEP_S
 
 NODE = f"tridock-{CLUSTER}"
 HOSTS = ("host-a", "host-b")
@@ -161,10 +160,10 @@ def test_slots_that_another_cluster_uses_are_not_free(rack_up: Up, second: str) 
 
         command = ("run", "--workdir", "hostfiles", "--queue", "--detach", "--run-id-file", "queued")
         with rack.attached(*command, *SLEEP, hosts=second) as terminal:
-            wait_until(lambda: f"waiting here for {run_id}: it is running on slots" in terminal.text(), "it waits", 120)
+            wait_until(lambda: f"waiting here for {run_id}: it is running on slots" in terminal.text(), "it waits")
             assert not (rack.project / "queued").exists()
             assert rack.fab("stop", "--run", run_id, **ADA).returncode == 0
-            assert terminal.process.wait(120) == 0, terminal.text()
+            assert terminal.process.wait(STEP_S) == 0, terminal.text()
         queued = run_id_of(rack.project / "queued")
         assert rack.fab("stop", "--run", queued, hosts=second).returncode == 0
         assert "other clusters" not in rack.fab("status", hosts=second).stdout

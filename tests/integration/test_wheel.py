@@ -43,7 +43,7 @@ def machine(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     image, made = f"{SESSION}:bare", Machine(own_name())
     arguments = [word for name in PROXIES for word in ("--build-arg", name)]
     folder = str(ROOT / "tests/integration/bare_host")
-    succeed("docker", "build", "--quiet", "--target", "wheel", *arguments, "--tag", image, folder, timeout=1800)
+    succeed("docker", "build", "--quiet", "--target", "wheel", *arguments, "--tag", image, folder)
     variables = [word for name in PROXIES for word in ("--env", name)]
     succeed("docker", "run", "--detach", "--init", *variables, "--name", made.container, image)
     try:

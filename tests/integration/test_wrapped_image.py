@@ -12,8 +12,6 @@ import pytest
 
 from tests.integration.support import ROOT, execute, own_name, succeed
 
-pytestmark = pytest.mark.timeout(1800)
-
 BASE = "debian:bookworm-slim"
 # An image with a user of its own, whose home holds the programs and is closed to others.
 OWN = f"""
@@ -26,7 +24,7 @@ ENV PATH=/home/app/venv/bin:$PATH
 
 
 def tridock(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return execute(sys.executable, "-m", "tridock.cli", *arguments, cwd=folder, timeout=600)
+    return execute(sys.executable, "-m", "tridock.cli", *arguments, cwd=folder)
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,13 @@ class Twin:
     folder: Path
     hosts = "hostfile"
 
-    def tridock(self, *arguments: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
-        return self.alone(arguments[0], "--hosts", self.hosts, *arguments[1:], timeout=timeout)
+    def tridock(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.alone(arguments[0], "--hosts", self.hosts, *arguments[1:])
 
-    def alone(self, *arguments: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
+    def alone(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs a command that needs no cluster."""
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{COMMANDS}:{os.environ['PATH']}"}
-        return execute(sys.executable, "-m", "tridock.cli", *arguments, cwd=self.folder, env=env, timeout=timeout)
+        return execute(sys.executable, "-m", "tridock.cli", *arguments, cwd=self.folder, env=env)
 
     def up(self) -> None:
         done = self.tridock("up")

@@ -315,7 +315,7 @@ def test_fetch_again_adds_checkpoints_and_replaces_each_file_in_one_go(lab: Lab,
 SLOW_TAR = """#!/bin/sh
 /bin/tar "$@" | head -c 500000
 touch "$WORKSPACE/hangs"
-while kill -0 $PPID; do sleep 0.2; done 2>/dev/null
+while [ -e "$WORKSPACE/hangs" ] && kill -0 $PPID; do sleep 0.2; done 2>/dev/null
 """
 
 

@@ -20,10 +20,10 @@ from tridock.node.agent.processes import stop_processes
 FINISHED = """echo '{"event": "run_finished"}' >>"$FOLDER/events.jsonl"\n"""
 
 
-def node(*arguments: str, timeout: float = STEP_S) -> subprocess.CompletedProcess[str]:
+def node(*arguments: str) -> subprocess.CompletedProcess[str]:
     """``python -m tridock.node …``, to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "tridock.node", *arguments], capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, "-m", "tridock.node", *arguments], capture_output=True, text=True, timeout=STEP_S, check=False
     )
 
 

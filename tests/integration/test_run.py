@@ -142,7 +142,7 @@ def test_a_script_with_torchrun_runs_once_per_node(rack_up: Up, code: Path) -> N
     assert exit_code == 4
     assert {f"host-{'ab'[node]}: node {node} of 2" for node in range(2)} <= set(output.splitlines())
     assert {f"rank {rank} of 2: ['--raise'] None" for rank in range(2)} == set(re.findall(r"rank \d of 2: .*", output))
-    assert f"{run_id}: the run failed; got exit code 1, host-b failed: its program ended with exit code 1: " in output
+    assert f"{run_id}: the run failed; got exit code 4, host-b failed: its program ended with exit code 1: " in output
     assert (
         "  cause    rank 1 ended first, with exit code 1\n" in output
     )  # torchrun's account: its ranks are not Tridock's

@@ -40,6 +40,7 @@ class Event(StrEnum):
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
     NODE_FAILED = "node_failed"  # node, cause, reason: its program, its setup, or the head's login
+    MEMORY_KILLS = "memory_kills"  # node, processes: killed by the kernel for memory in an attempt that failed
     DISK_NEARLY_FULL = "disk_nearly_full"  # node, free_bytes, total_bytes
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
@@ -57,7 +58,7 @@ class Event(StrEnum):
 FAULTS = (
     *(Event.RUN_FAILED, Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST, Event.LAUNCHER_ENDED, Event.HEAD_LOST),
     *(Event.CHECKPOINT_FAILED, Event.CHECKPOINT_REJECTED, Event.RUN_RESTARTED, Event.RUN_MOVED, Event.NOT_RESTARTED),
-    Event.TAKEN_OVER,
+    *(Event.TAKEN_OVER, Event.MEMORY_KILLS),
 )
 """Events that a page marks as faults."""
 

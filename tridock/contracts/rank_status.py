@@ -20,13 +20,13 @@ class RankStatus:
     """Seconds since its last heartbeat."""
     alive: bool
     gone_s: float = 0.0
-    """Seconds since it was first seen dead."""
+    """Seconds since its end, by its record; without one, since it was first seen dead."""
     wait_status: int | None = None
     """Its wait status as in wait(2); None if nobody saw it."""
     stopped_s: float = 0.0
     """Seconds since it was first seen stopped by a signal or a debugger."""
     killed_for_memory: bool = False
-    """Whether the OOM killer has acted on its node since the agent started."""
+    """Whether the OOM killer has acted on its node since the attempt's start."""
     world_size: int = 0
     """In a run of your own program: the number of ranks in its world, by its environment; 0 if that does not say."""
     inner_world_size: int = 0
@@ -48,3 +48,5 @@ class AgentMessage:
     missed_launch: int = 0
     """Sent with the ranks: the launch, by its number in the supervisor's pings, that is older than the agent's
     container: a container that starts again has none of its ranks. 0 for none."""
+    memory_kills: int = 0
+    """Sent with the ranks: how many processes the kernel has killed for memory there since the attempt's start."""

@@ -58,12 +58,13 @@ def _write(chunk: bytes) -> None:
 
 
 def _left_behind() -> Iterator[Process]:
-    """Yields the run's processes here whose parents have ended, but the copiers of ranks' output."""
+    """Yields the run's processes here whose parents have ended, but the copiers of ranks' output and their watchers."""
     found = {process.pid: process for process in find_processes(os.environ.get(environment.RUN_ID, ""))}
     above, pid = set[int](), os.getpid()
     while pid in found:
         above.add(pid)
         pid = found[pid].ppid
     for pid, process in found.items():
-        if pid not in above and process.ppid not in found and process.command[:2] != ("tee", "-a"):
+        beside = process.command[:2] == ("tee", "-a") or "tridock.node.process_end" in process.command[:4]
+        if pid not in above and process.ppid not in found and not beside:
             yield process

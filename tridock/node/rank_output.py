@@ -1,4 +1,4 @@
-"""Copies the output of a rank of your own program to its log: ``logs/rank-<N>.log``.
+"""Copies the output of a rank of your own program to its log, ``logs/rank-<N>.log``, and has its end recorded.
 
 The launcher starts this module in place of the program, as in ``torchrun -m tridock.node.rank_output train.py``. It
 replaces itself with the program, so that process id, signals and exit code stay the program's.
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from tridock.contracts import environment, run_folder
+from tridock.node import process_end
 
 PROGRAM = "--program"
 """First argument, if the rest is any program and not arguments of Python."""
@@ -20,7 +21,7 @@ _COPY = 'trap "" INT TERM HUP; tee -a "$0" <&3 3<&- &'
 
 
 def main() -> None:
-    """Copies all further output, and replaces this process with the program."""
+    """Copies all further output, has this process watched, and replaces it with the program."""
     argv = sys.argv[1:]
     local_rank = [argv.pop(0)] if argv and argv[0].startswith(("--local_rank=", "--local-rank=")) else []
     if argv[:1] == [PROGRAM]:
@@ -30,6 +31,7 @@ def main() -> None:
         command = [sys.executable, "-u", *argv[:script], *local_rank, *argv[script:]]
     folder, rank = os.environ.get(environment.RUN_FOLDER), environment.rank_of(os.environ)
     if folder is not None and rank is not None:
+        process_end.watch(Path(folder), rank)
         copy_output(Path(folder) / run_folder.rank_log(rank))
     try:
         os.execvp(command[0], command)  # noqa: S606 - the user's program

@@ -34,6 +34,8 @@ class Rule:
     """Try the rule only if no text matches another."""
     events: Set[Event | Cause] = frozenset()
     """The events, or the cause codes of events, that a rule's text applies to; empty: all."""
+    killed: bool = False
+    """Only if the counter of a node's container has risen: the kernel has killed a process for memory in the run."""
     kernel: bool = False
     """Only if the kernel has logged an out-of-memory kill."""
     memory: bool = False
@@ -82,21 +84,26 @@ def diagnose(facts: Facts) -> Diagnosis:
             if not where and facts.cause in rule.causes:
                 return _made(rule, facts, None, "")
             asked = rule.own or where or facts.own_error is None
-            asked = asked and _has_event(rule, facts)
+            asked = asked and _has_event(rule, facts) and (bool(facts.killed) or not rule.killed)
             if asked and rule.says and (match := rule.says.search(text)):
                 return _made(rule, facts, match, where)
         if (own := facts.own_error) is not None and not where:
             got = f" (got {printable(own.got)})" if own.got else ""
-            return Diagnosis(OWN_MESSAGE, f"{printable(own.where)}: {printable(own.what)}{got}", printable(own.todo))
+            cause = "; ".join([f"{printable(own.where)}: {printable(own.what)}{got}", *_beside(facts)])
+            return Diagnosis(OWN_MESSAGE, cause, printable(own.todo))
     for rule in (rule for rule in RULES if rule.last):
         match = rule.says.search(facts.upstream) if rule.says else None
         if (
             match
             or facts.cause in rule.causes
-            or (not rule.causes and _has_event(rule, facts) and (facts.kernel or not rule.kernel))
+            or (not rule.causes and _has_event(rule, facts) and _has_evidence(rule, facts))
         ):
             return _made(rule, facts, match, "")
     raise AssertionError("the last rule fits every failure")
+
+
+def _has_evidence(rule: Rule, facts: Facts) -> bool:
+    return (bool(facts.kernel) or not rule.kernel) and (bool(facts.killed) or not rule.killed)
 
 
 def _has_event(rule: Rule, facts: Facts) -> bool:
@@ -115,12 +122,20 @@ def _texts(facts: Facts) -> Iterator[tuple[str, str]]:
 def _made(rule: Rule, facts: Facts, match: re.Match[str] | None, where: str) -> Diagnosis:
     groups = {} if match is None else {name: value or "" for name, value in match.groupdict().items()}
     known = {**{name: printable(value) for name, value in groups.items()}, "who": facts.who, "node": _node(facts)}
+    known["killed"] = ", ".join(map(printable, facts.killed))
     line = "" if match is None or not where else f"{printable(_line(match))} ({where})"
     cause = _filled(rule.cause, known).rstrip(": ")
     notes = [facts.planned] if rule.memory and facts.planned else []
     notes += [facts.stuck] if rule.waits and facts.stuck else []
     notes += [f"the kernel logged: {printable(facts.kernel[-1])}"] if rule.memory and facts.kernel else []
+    notes += _beside(facts) if not rule.killed and Cause.RANK_KILLED_FOR_MEMORY not in rule.causes else []
     return Diagnosis(rule.name, "; ".join([cause, *notes]), _filled(rule.remedy, known), line)
+
+
+def _beside(facts: Facts) -> list[str]:
+    """Returns a note of processes that the kernel killed in the same attempt."""
+    where = ", ".join(f"{count} on {printable(node)}" for node, count in facts.killed.items())
+    return [f"the kernel killed processes for memory in this attempt: {where}"] if where else []
 
 
 def _filled(template: str, known: Mapping[str, str]) -> str:

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tridock.contracts.events import Cause
 from tridock.contracts.node_answers import Evidence
 from tridock.errors import Problem
-from tridock.triage.first_failure import FirstFailure, first_failure
+from tridock.triage.first_failure import FirstFailure, first_failure, memory_kills
 
 _STEPS: Final = 5
 _GIB: Final = 2**30
@@ -43,6 +43,8 @@ class Facts:
     """The planned memory of the rank, as text; empty if the plan has none."""
     kernel: tuple[str, ...] = ()
     """Memory messages of the node's kernel during the run, if they can be read."""
+    killed: Mapping[str, int] = field(default_factory=dict)
+    """How many processes the kernel killed for memory, by node, in the failed attempt."""
     stuck: str = ""
     """The rank that the others wait for, according to all flight recorders."""
     has_log: bool = True
@@ -86,7 +88,8 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
     answer = answers.get(head, Evidence())
     ranks = {int(entry["rank"]): entry for entry in answer.plan.get("ranks", ())}
     nodes = {rank: str(entry["node"]) for rank, entry in ranks.items()}
-    first = first_failure({node: answer.events for node, answer in answers.items()}, nodes)
+    events = {node: answer.events for node, answer in answers.items()}
+    first = first_failure(events, nodes)
     rank = None if first is None else first.rank
     logs = {number: text for answer in answers.values() for number, text in answer.logs.items()}
     log = "" if rank is None else logs.get(rank) or answer.printed.get(rank, "")
@@ -99,6 +102,7 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
         steps=tuple(Step(int(it["iteration"]), it.get("loss")) for it in answer.metrics if "split" not in it)[-_STEPS:],
         planned="" if rank is None else _planned(answer.plan, ranks.get(rank)),
         kernel=answers.get("" if first is None else first.node, Evidence()).kernel,
+        killed=memory_kills(events),
         stuck=stuck_rank([answer.last_collectives for answer in answers.values()], nodes),
         has_log=(rank or 0) in logs,
     )

@@ -69,6 +69,13 @@ def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstF
     return FirstFailure(rank, node, _essence(first), bool(first.get("agreed")), event=first)
 
 
+def memory_kills(events: Mapping[str, str]) -> dict[str, int]:
+    """Returns how many processes the kernel killed for memory on each node in the last attempt, by its counter."""
+    found = (event for event in _last_attempt(events.values()) if event["event"] == Event.MEMORY_KILLS)
+    counts = ((str(event.get("node")), event.get("processes")) for event in found)
+    return {node: count for node, count in counts if isinstance(count, int) and count > 0}
+
+
 def _others_without_reason(others: Sequence[int]) -> str:
     """Returns the reason for ranks that the others lost: a signal ended them, from the kernel if memory ran out."""
     too = f", as did {', '.join(str(rank) for rank in others)}" if others else ""

@@ -10,6 +10,7 @@ import pytest
 
 from tridock.contracts.events import Cause
 from tridock.contracts.lease import HeldLease
+from tridock.contracts.rank_status import RankStatus
 from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.run_supervisor import RunSupervisor
 from tridock.node.supervisor.verdict import Verdict
@@ -27,6 +28,15 @@ class Agents:
         return {"a": 0.0, "b": 0.01 if spoke else 1.0 + 100 * elapsed}
 
     def ssh_errors(self) -> dict[str, str]:
+        return {}
+
+    def have_reported_since(self, _moment: float) -> bool:
+        return True
+
+    def statuses(self) -> dict[str, list[RankStatus]]:
+        return {}
+
+    def memory_kills(self) -> dict[str, int]:
         return {}
 
     def is_stop_asked(self) -> bool:

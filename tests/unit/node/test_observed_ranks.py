@@ -118,7 +118,7 @@ def test_how_a_rank_ended(
 def test_a_rank_whose_end_nobody_saw_is_gone(
     tmp_path: Path, run_id: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_status, "_reaped_status", lambda _: None)  # as on a kernel before 6.15
+    monkeypatch.setattr(rank_status, "reaped_status", lambda _: None)  # as on a kernel before 6.15
     process = start("exec sleep 9999", RANK="0")
     monitor = RankMonitor(tmp_path / run_id, (0,), observed=True)
     until(monitor.read)

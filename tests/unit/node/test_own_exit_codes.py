@@ -11,28 +11,18 @@ from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.run_supervisor import RunSupervisor
+from tridock.node.supervisor.verdict import Verdict
 
 
 @pytest.mark.parametrize(
-    ("observed", "preempted", "code", "becomes"),
-    [
-        (True, False, 85, 4),
-        (True, False, 143, 4),
-        (True, False, 3, 3),
-        (True, False, 0, 0),
-        (True, True, 85, 85),
-        (False, False, 85, 85),
-    ],
+    ("observed", "code", "becomes"), [(True, 85, 4), (True, 143, 4), (True, 3, 4), (False, 85, 85)]
 )
-def test_a_program_that_leaves_with_them_has_failed(
-    tmp_path: Path, observed: bool, preempted: bool, code: int, becomes: int
-) -> None:
+def test_a_program_that_leaves_with_them_has_failed(tmp_path: Path, observed: bool, code: int, becomes: int) -> None:
     (tmp_path / "supervision.json").touch()
-    if preempted:
-        append_event(tmp_path, Event.RUN_PREEMPTED)
     supervision = Supervision("a", {"a": (0,)}, (), 20000, 30.0, observed=observed)
     supervisor: Any = RunSupervisor(tmp_path, supervision, HeldLease.first(tmp_path, "a", 0.0))
-    assert supervisor._as_failed(code) == becomes
+    end = Verdict(Cause.LAUNCHER_EXITED, f"ended with exit code {code}", code=code)
+    assert supervisor._as_failed(end).code == becomes
 
 
 @pytest.mark.parametrize("asked", [True, False])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tridock.triage.first_failure import FirstFailure, first_failure
+from tridock.triage.first_failure import FirstFailure, first_failure, memory_kills
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 
@@ -123,3 +123,12 @@ def test_only_the_last_attempt_counts() -> None:
     head = seen("rank_died", 1, **DIED) + seen("run_restarted", 5, attempt=1, iteration=0, reason="x")
     assert first_failure({"a": head, "b": failed(2, 1)}, NODES) is None
     assert first_failure({"a": head, "b": failed(2, 1, "first") + failed(2, 9)}, NODES) == FirstFailure(2, "b", "boom")
+
+
+def test_kills_for_memory_are_those_of_the_last_attempt() -> None:
+    def event(name: str, second: int, **fields: object) -> str:
+        return json.dumps({"time": f"2026-01-01T00:00:{second:02d}.000+00:00", "event": name, **fields}) + "\n"
+
+    head = event("memory_kills", 1, node="a", processes=3) + event("run_restarted", 2)
+    head += event("memory_kills", 3, node="b", processes=1) + event("memory_kills", 3, node="c", processes="many")
+    assert memory_kills({"a": head}) == {"b": 1}

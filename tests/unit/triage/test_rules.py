@@ -61,6 +61,12 @@ RECORDED = {
         "was ended by SIGKILL after iteration 3",
         kernel=("Out of memory: Killed process 77 (python) total-vm:1kB",),
     ),
+    "worker-killed-for-memory": replace(
+        seen(Cause.RANK_EXITED, "exited with code 1"),
+        log="RuntimeError: DataLoader worker (pid 77) is killed by signal: Killed. \n",
+        killed={"b": 1},
+    ),
+    "process-killed-for-memory": replace(seen(Cause.RANK_EXITED, "exited with code 1"), killed={"b": 2}),
     "cuda-out-of-memory": failed(
         "OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB')"
     ),
@@ -81,6 +87,24 @@ RECORDED = {
     "gpu-fault": failed("AcceleratorError('CUDA error: an illegal memory access was encountered')"),
     "extension-not-built": failed("RuntimeError(\"Error building extension 'fused_adam'\")"),
 }
+
+
+@pytest.mark.parametrize(
+    ("facts", "rule"),
+    [
+        (failed("AcceleratorError('CUDA error: an illegal memory access was encountered')"), "gpu-fault"),
+        (failed("x", problem={"where": "train", "what": "is wrong", "got": "", "todo": "mend it"}), OWN_MESSAGE),
+    ],
+)
+def test_a_kill_for_memory_stands_beside_another_cause(facts: Facts, rule: str) -> None:
+    found = diagnose(replace(facts, killed={"a": 2}))
+    assert found.rule == rule
+    assert found.cause == f"{diagnose(facts).cause}; the kernel killed processes for memory in this attempt: 2 on a"
+
+
+def test_a_rank_killed_for_memory_needs_no_note() -> None:
+    facts = seen(Cause.RANK_KILLED_FOR_MEMORY, "was killed by the kernel, out of memory")
+    assert diagnose(replace(facts, killed={"b": 1})) == diagnose(facts)
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -73,7 +73,7 @@ class NodeAgent:
     def __init__(self, folder: Path, node: str) -> None:
         supervision = Supervision.read(folder)
         self._folder, self._node, self._on_head = folder, node, node == supervision.head
-        self._monitor = RankMonitor(folder, supervision.ranks[node], observed=supervision.observed)
+        self._monitor = RankMonitor(folder, supervision.ranks[node], observed=supervision.observed, node=node)
         self._partial_line = b""
         self._connected = True
         self._released = False
@@ -117,6 +117,8 @@ class NodeAgent:
             if not self._connected:
                 continue
             statuses = self._monitor.read()
+            if self._monitor.awaits_records:
+                continue
             gone = {status.rank for status in statuses if not status.alive}
             if not self._released and len(gone) < len(statuses):
                 release(self._folder.name)
@@ -124,7 +126,8 @@ class NodeAgent:
             if gone - dead or now - self._reported >= _REPORT_S:
                 disk = own_disk(self._folder, on_head=self._on_head)
                 stopped, ranks = self._is_stopped(), tuple(statuses)
-                self._print(AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=self._missed_launch))
+                kills, missed = self._monitor.memory_kills, self._missed_launch
+                self._print(AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=missed, memory_kills=kills))
                 self._reported, dead = now, gone
 
     def _say_alive(self) -> None:

@@ -1,10 +1,8 @@
 """The current status of this node's ranks, from their heartbeats and from the kernel's view of their processes."""
 
-import fcntl
 import os
 import re
 import signal
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,27 +10,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tridock.contracts import heartbeat, run_folder
+from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.heartbeat import Heartbeat
+from tridock.contracts.process_records import ProcessRecord
 from tridock.contracts.rank_status import RankStatus
+from tridock.node.agent.memory_kills import memory_kills
 from tridock.node.agent.observed_ranks import ObservedRanks
 from tridock.node.agent.processes import find_processes
+from tridock.node.process_end import process_state, reaped_status
 
 _SEARCH_S: Final = 2.0
 _STACKS_S: Final = 1.0
-_OOM_COUNTERS: Final = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
-_PIDFD_INFO: Final = "=Q52xi"  # mask, other fields, exit_code
-_PIDFD_INFO_EXIT: Final = 1 << 3
-_PIDFD_GET_INFO: Final = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
+_RECORD_S: Final = 3.0
+"""Seconds for the record of a rank's end, after the agent sees that the rank is gone."""
 
 
 class RankMonitor:
     """Reads the status of ranks; remembers when it first saw a rank dead or stopped, and the rank's wait status."""
 
-    def __init__(self, folder: Path, ranks: Sequence[int], *, observed: bool = False) -> None:
-        self.folder, self.ranks = folder, tuple(ranks)
+    def __init__(self, folder: Path, ranks: Sequence[int], *, observed: bool = False, node: str = "") -> None:
+        self.folder, self.ranks, self._node = folder, tuple(ranks), node
         self._observed = ObservedRanks(folder.name) if observed else None
-        self._oom_kills = _oom_kills()
+        self._memory_kills_before = memory_kills()
         self._pidfds: dict[int, int] = {}
         self._signalled: set[tuple[int, int]] = set()
         self._clear()
@@ -44,6 +43,7 @@ class RankMonitor:
         self._dead_since: dict[int, float] = {}
         self._wait_status: dict[int, int] = {}
         self._stopped_since: dict[int, float] = {}
+        self._records: dict[int, ProcessRecord] = {}
         self._searched, self._had_processes, self._all_ended = 0.0, False, False
 
     def reset(self) -> None:
@@ -52,13 +52,17 @@ class RankMonitor:
             heartbeat.path_of(self.folder, rank).unlink(missing_ok=True)
         if self._observed is not None:
             self._observed.reset()
+            process_records.remove(self.folder, self._node)
+        self._memory_kills_before = memory_kills()
         self._clear()
 
     def read(self) -> list[RankStatus]:
         """Returns the status of every rank that has started, or of all ranks once the run's processes have ended."""
         beats = {rank: beat for rank in self.ranks if (beat := heartbeat.read(self.folder, rank)) is not None}
         if self._observed is not None:
-            observed = self._observed.read() | beats
+            self._read_records()
+            recorded = {rank: _begun(record) for rank, record in self._records.items()}
+            observed = recorded | self._observed.read() | beats
             return [self._as_observed(self._status(rank, beat)) for rank, beat in observed.items()]
         found = [self._status(rank, beat) for rank, beat in beats.items()]
         missing = [rank for rank in self.ranks if rank not in beats]
@@ -75,6 +79,28 @@ class RankMonitor:
             return status
         return replace(status, phase=heartbeat.GONE if status.wait_status is None else heartbeat.END)
 
+    def _read_records(self) -> None:
+        """Reads the records that are new or were not complete."""
+        for rank, path in process_records.names(self.folder, self._node).items():
+            known = self._records.get(rank)
+            if (known is None or known.ended_s is None) and (record := process_records.read(path)) is not None:
+                self._records[rank] = record
+
+    @property
+    def memory_kills(self) -> int:
+        """How many processes the kernel has killed here for memory since the attempt's start."""
+        before = (record.memory_kills for record in self._records.values())
+        return max(0, memory_kills() - min(before, default=self._memory_kills_before))
+
+    @property
+    def awaits_records(self) -> bool:
+        """Whether a rank is gone whose end is not recorded yet: which one was first is not known before."""
+        now = time.monotonic()
+        return any(
+            record.ended_s is None and rank in self._dead_since and now - self._dead_since[rank] < _RECORD_S
+            for rank, record in self._records.items()
+        )
+
     def pidfds(self) -> list[int]:
         """Returns pidfds that become readable when a rank dies: older kernels forget how it ended once it is reaped."""
         return list(self._pidfds.values())
@@ -84,13 +110,16 @@ class RankMonitor:
         if rank not in self._pidfds and rank not in self._dead_since:
             with suppress(OSError):  # it has ended, or the kernel is older than 5.3: the next read detects it as well
                 self._pidfds[rank] = os.pidfd_open(beat.pid)
-        state, wait_status = _process_state(beat)
+        state, wait_status = process_state(beat)
         if state is None:
             if rank in self._pidfds:
                 pidfd = self._pidfds.pop(rank)
-                wait_status = _reaped_status(pidfd) if wait_status is None else wait_status
+                wait_status = reaped_status(pidfd) if wait_status is None else wait_status
                 os.close(pidfd)
             self._dead_since.setdefault(rank, now)
+            if (record := self._record_of(rank, beat)) is not None and record.ended_s is not None:
+                self._dead_since[rank] = record.ended_s
+                wait_status = record.wait_status if wait_status is None else wait_status
             if wait_status is not None:
                 self._wait_status[rank] = wait_status
         if state in ("T", "t"):
@@ -105,11 +134,16 @@ class RankMonitor:
             beat.code,
             age_s=round(now - beat.time_s, 2) if beat.time_s else 0.0,
             alive=state is not None,
-            gone_s=round(now - self._dead_since[rank], 2) if state is None else 0.0,
+            gone_s=round(now - self._dead_since[rank], 3) if state is None else 0.0,
             wait_status=self._wait_status.get(rank),
             stopped_s=round(now - self._stopped_since.get(rank, now), 2),
-            killed_for_memory=_oom_kills() > self._oom_kills,
+            killed_for_memory=self.memory_kills > 0,
         )
+
+    def _record_of(self, rank: int, beat: Heartbeat) -> ProcessRecord | None:
+        record = self._records.get(rank)
+        same = record is not None and (record.pid, record.start_ticks) == (beat.pid, beat.start_ticks)
+        return record if same else None
 
     def _processes_ended(self) -> bool:
         """Whether the run had processes here and has none now; checked at most every 2 s, as it reads all of /proc."""
@@ -125,7 +159,7 @@ class RankMonitor:
         """Sends a signal to the ranks of your own program on this node, once to each rank's outermost process."""
         for beat in self._observed.read().values() if self._observed is not None else ():
             process = beat.pid, beat.start_ticks
-            if process not in self._signalled and _process_state(beat)[0] is not None:
+            if process not in self._signalled and process_state(beat)[0] is not None:
                 self._signalled.add(process)
                 with suppress(ProcessLookupError):
                     os.kill(beat.pid, number)
@@ -138,7 +172,7 @@ class RankMonitor:
         asked: dict[int, tuple[Path, int]] = {}
         for rank in ranks:
             beat, path = heartbeat.read(self.folder, rank), heartbeat.stacks_path(self.folder, rank)
-            if beat is not None and path.exists() and _process_state(beat)[0] not in (None, "T", "t"):
+            if beat is not None and path.exists() and process_state(beat)[0] not in (None, "T", "t"):
                 asked[rank] = path, path.stat().st_size
                 os.kill(beat.pid, heartbeat.STACKS_SIGNAL)
         time.sleep(_STACKS_S)
@@ -151,33 +185,12 @@ class RankMonitor:
         return main_thread(text)
 
 
+def _begun(record: ProcessRecord) -> Heartbeat:
+    """Returns the first heartbeat of a rank that only its record tells of."""
+    return Heartbeat(record.pid, record.start_ticks, 0, 0, heartbeat.OBSERVED, 0, record.started_s)
+
+
 _NEVER: Final = Heartbeat(0, 0, 0, 0, heartbeat.START, 0, 0.0)
-
-
-def _process_state(beat: Heartbeat) -> tuple[str | None, int | None]:
-    """Returns the process state letter (None once it has ended), and the wait status while it is visible."""
-    try:
-        fields = Path(f"/proc/{beat.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None, None
-    if int(fields[19]) != beat.start_ticks:
-        return None, None  # another process has reused its pid
-    # A process that has ended and is not yet reaped still shows its wait status: proc(5), field 52.
-    return (None, int(fields[49])) if fields[0] in "ZX" else (fields[0], None)
-
-
-def _reaped_status(pidfd: int) -> int | None:
-    """Returns the wait status of a process that its parent has reaped; None where the kernel is older than 6.15.
-
-    Source: ``struct pidfd_info`` in Linux, ``include/uapi/linux/pidfd.h``; ``exit_code`` has field 52's encoding.
-    """
-    info = bytearray(struct.pack(_PIDFD_INFO, _PIDFD_INFO_EXIT, 0))
-    try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
-    except OSError:
-        return None
-    mask, exit_code = struct.unpack(_PIDFD_INFO, info)
-    return int(exit_code) if mask & _PIDFD_INFO_EXIT else None
 
 
 def main_thread(text: str) -> tuple[str, ...]:
@@ -185,15 +198,3 @@ def main_thread(text: str) -> tuple[str, ...]:
     frames = text.rpartition("(most recent call first):")[2]
     found = re.findall(r'File "(.+?)", line (\d+) in (.+)', frames)
     return tuple(f"{file}:{line} in {name}" for file, line, name in found)
-
-
-def _oom_kills() -> int:
-    """Returns the number of OOM kills in this container; 0 without a readable cgroup file."""
-    for path in _OOM_COUNTERS:
-        try:
-            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
-        except OSError:
-            continue
-        if found:
-            return int(found[1])
-    return 0

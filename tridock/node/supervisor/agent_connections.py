@@ -1,5 +1,6 @@
 """The supervisor's connections to the agents of all nodes: reports, orders, and silence."""
 
+import math
 import os
 import selectors
 import subprocess
@@ -44,6 +45,10 @@ class _Connection:
         """The time of the node's last message; later than now while the agent's start may take long."""
         self.ssh_error = ""
         """The last line of ssh's stderr."""
+        self.reported_at = -math.inf
+        """The time of the last message with ranks."""
+        self.memory_kills = 0
+        """Processes that the kernel has killed for memory there since the launch."""
         self.disk: Space | None = None
         self.stop_asked = False
         self.answers: list[AgentMessage] = []
@@ -107,6 +112,8 @@ class _Connection:
                 if message.ranks is not None:
                     self.statuses, self.disk = (*message.ranks, *self._lost(message)), message.disk
                     self.stop_asked = self.stop_asked or message.stop_asked
+                    self.reported_at = self.last_message_at
+                    self.memory_kills = max(self.memory_kills, message.memory_kills)
                 elif message != _ALIVE:
                     self.answers.append(message)
 
@@ -155,6 +162,13 @@ class _Connection:
     @property
     def connected(self) -> bool:
         return self._process is not None
+
+
+def _later(status: RankStatus, seconds: float) -> RankStatus:
+    """Returns the status of a rank that ended or failed, some seconds after it was reported."""
+    if status.alive and status.phase != heartbeat.FAILED:
+        return status
+    return replace(status, age_s=status.age_s + seconds, gone_s=status.gone_s + seconds)
 
 
 def _is_for_agent(name: str) -> bool:
@@ -215,8 +229,21 @@ class AgentConnections:
             connection.send(text)
 
     def statuses(self) -> StatusByNode:
-        """Returns the last status of the ranks, by node."""
-        return {node: connection.statuses for node, connection in self._nodes.items()}
+        """Returns the last status of the ranks, by node; the times of ranks that have ended are those before now, as
+        nodes report at different times."""
+        now = time.monotonic()
+        return {
+            node: tuple(_later(status, now - connection.reported_at) for status in connection.statuses)
+            for node, connection in self._nodes.items()
+        }
+
+    def have_reported_since(self, moment: float) -> bool:
+        """Whether every node has told of its ranks since then."""
+        return all(connection.reported_at >= moment for connection in self._nodes.values())
+
+    def memory_kills(self) -> dict[str, int]:
+        """Returns how many processes the kernel has killed for memory since the launch, for nodes where it has."""
+        return {node: connection.memory_kills for node, connection in self._nodes.items() if connection.memory_kills}
 
     def disks(self) -> dict[str, Space]:
         """Returns the disk with the run's folder for each node with a disk of its own."""
@@ -252,7 +279,7 @@ class AgentConnections:
         """Notes that the launcher has just begun, and forgets the ranks of the launch before."""
         self._launch = (self._launch[0] + 1, time.monotonic())
         for connection in self._nodes.values():
-            connection.launch = self._launch[0]
+            connection.launch, connection.memory_kills = self._launch[0], 0
             connection.statuses = ()
 
     def _ask(self, order: str, field: Callable[[AgentMessage], T | None], patience_s: float) -> dict[str, T]:

@@ -22,9 +22,9 @@ _END_BYTES: Final = 1 << 20
 class LauncherProcess:
     """Starts immediately; is the parent of the run's processes on this node."""
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, script: str, node: str) -> None:
         # Only the run itself carries the marker: stopping the run must not end the process that records its end.
-        env = {**os.environ, environment.RUN_ID: folder.name}
+        env = {environment.NODE: node, **os.environ, environment.RUN_ID: folder.name}
         self._log = folder / run_folder.LAUNCHER_LOG
         with self._log.open("ab") as log:
             self.log_offset = self._judged = log.tell()

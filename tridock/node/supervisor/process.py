@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tridock.contracts import appends, heartbeat, run_folder
+from tridock.contracts import appends, heartbeat, process_records, run_folder
 from tridock.contracts.lease import EXPIRY_S, HeldLease, LeaseLostError, LeaseWatch
 from tridock.contracts.partials import partial_of
 from tridock.contracts.run_state import LOCK, RunState, exit_code_of, state_of
@@ -150,7 +150,8 @@ def _taken_again(folder: Path, patience_s: float) -> int:
         time.sleep(_POLL_S)
     for name in (run_folder.EXIT_CODE, run_folder.STOPPED, run_folder.SIGNALLED):
         (folder / name).unlink(missing_ok=True)
-    # Heartbeats of the previous attempt must not look like dead ranks of this one.
+    # Heartbeats and records of the previous attempt must not look like dead ranks of this one.
+    process_records.remove(folder)
     for rank in heartbeat.ranks(folder):
         heartbeat.path_of(folder, rank).unlink(missing_ok=True)
     return lock

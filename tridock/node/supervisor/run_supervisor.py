@@ -52,6 +52,10 @@ _STOP_PATIENCE_S: Final = 6.0
 _STOPPED_PATIENCE_S: Final = 20.0
 _STACKS_PATIENCE_S: Final = 3.0
 _LAST_WORD_S: Final = 1.5
+_FIRST_REPORT_S: Final = 20.0
+"""Seconds for the agents of your own program to start and report after its launcher has ended."""
+_REPORTS_S: Final = 5.0
+"""Seconds for all nodes to report after a rank's end: agents wait for the record of an end."""
 _SILENT_S: Final = 3.0
 """Seconds: nodes report once a second, so one silent for this long may be lost."""
 _FIT_PATIENCE_S: Final = 120.0
@@ -88,7 +92,7 @@ class RunSupervisor:
         self._steps = StepTimes()
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
         self._lease.check()
-        self._launcher = LauncherProcess(self._folder, script)
+        self._launcher = LauncherProcess(self._folder, script, self._supervision.head)
         self._metrics.begin(self._launcher.log_offset, self._supervision)
         self._agents.launched()
         self._agents.poll(0.0)
@@ -132,13 +136,12 @@ class RunSupervisor:
         while True:
             code, verdict = self._attempt()
             if verdict is None or not self._restart(verdict):
-                return run_folder.EXIT_STOPPED if self._is_stopped() else self._as_failed(code)
+                return run_folder.EXIT_STOPPED if self._is_stopped() else code
 
-    def _as_failed(self, code: int) -> int:
-        """Converts the exit code of your own program to a plain failure if the code has another meaning here."""
-        own = () if self._is_preempted() else (run_folder.EXIT_PREEMPTED,)
-        reserved = self._supervision.observed and code in (*own, run_folder.EXIT_STOPPED)
-        return RunError.exit_code if reserved else code
+    def _as_failed(self, end: Verdict) -> Verdict:
+        """Returns the end of the launcher with the code of the run: a failure of your own program is one, with whatever
+        code it or its launcher ends."""
+        return replace(end, code=RunError.exit_code) if self._supervision.observed else end
 
     # ---- one attempt ----
 
@@ -162,8 +165,10 @@ class RunSupervisor:
             verdict = self._launcher_verdict()
         if verdict is not None and (verdict.cause in _MAY_FOLLOW or verdict.asked_to_end):
             verdict = self._lost_peer() or verdict
+        if verdict is not None and self._supervision.observed and verdict.cause.event is Event.RANK_DIED:
+            verdict = self._earliest_death() or verdict
         if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
-            self._record(verdict)
+            verdict = self._record(verdict)
         if verdict is not None and verdict.cause.event in (Event.RUN_FAILED, Event.RANK_DIED):
             self._wait_for_launcher(_OWN_END_S)
         if verdict is None and not self._is_stopped():
@@ -176,7 +181,7 @@ class RunSupervisor:
             return 0, None
         if verdict.cause is Cause.LAUNCHER_EXITED:
             verdict = self._started.lost_session() or self._silent_node() or self._node_without_head() or verdict
-            self._record(verdict)
+            verdict = self._record(verdict)
         return verdict.code, verdict
 
     def _wait(self) -> Verdict | None:
@@ -238,10 +243,12 @@ class RunSupervisor:
 
     def _launcher_verdict(self) -> Verdict | None:
         """Returns why the launcher ended before the run: a rank's death, which its node will report, or its own."""
-        deadline = time.monotonic() + _LAST_WORD_S
+        began = time.monotonic()
+        latest = began + (_FIRST_REPORT_S if self._supervision.observed else _LAST_WORD_S)
         while not self._is_done():
-            if time.monotonic() > deadline:
-                end = self._started.verdict()
+            heard = self._agents.have_reported_since(began)
+            if (now := time.monotonic()) > latest or (heard and now > began + _LAST_WORD_S):
+                end = self._as_failed(self._started.verdict())
                 of_ranks = self._started.has_ranks_exit_code
                 first = first_gone(self._agents.statuses(), code=end.code) if of_ranks else None
                 return first or self._failed_node(end.code) or end
@@ -249,6 +256,14 @@ class RunSupervisor:
             if (dead := first_death(self._agents.statuses())) is not None and not self._started.was_killed:
                 return dead
         return None
+
+    def _earliest_death(self) -> Verdict | None:
+        """Returns the rank of your own program that failed first, once every node has told of the ends of its ranks:
+        they may end within milliseconds, and the first report be that of a rank that its launcher ended for another."""
+        began = time.monotonic()
+        while not self._agents.have_reported_since(began) and time.monotonic() < began + _REPORTS_S:
+            self._agents.poll(_TICK_S)
+        return first_death(self._agents.statuses())
 
     def _failed_node(self, code: int) -> Verdict | None:
         """Returns the node whose program failed first, if the launcher has recorded it."""
@@ -341,8 +356,15 @@ class RunSupervisor:
             mark_stopped(self._folder)
         return stopped
 
-    def _record(self, verdict: Verdict) -> None:
+    def _record(self, verdict: Verdict) -> Verdict:
+        """Records the verdict, and the memory kills of the attempt beside it; returns what is recorded."""
         self._lease.check()
+        kills = self._agents.memory_kills()
+        for node, processes in kills.items():
+            append_event(self._folder, Event.MEMORY_KILLS, node=node, processes=processes)
+        if kills and verdict.cause is not Cause.RANK_KILLED_FOR_MEMORY:
+            beside = f"the kernel killed a process for memory on {', '.join(kills)}"
+            verdict = replace(verdict, reason=f"{verdict.reason}; {beside}")
         known = (Event.RUN_FAILED, Event.NODE_FAILED, Event.HEAD_LOST)  # by ranks, the launcher, and a node's agent
         own = verdict.cause in (Cause.LOGIN_REFUSED, Cause.SEPARATE_WORLDS) and self._failed_node(verdict.code) is None
         if verdict.cause.event not in known or own:
@@ -350,6 +372,7 @@ class RunSupervisor:
             given = {name: value for name, value in about.items() if value is not None}
             append_event(self._folder, verdict.cause.event, **given, reason=verdict.reason)
         self._print(str(verdict))
+        return verdict
 
     def _print(self, line: str) -> None:
         append(self._folder / run_folder.LAUNCHER_LOG, f"tridock: {line}\n".encode())

@@ -1,0 +1,81 @@
+"""Your own program under a launcher that is not Tridock's: one cause and one exit code, however soon a rank fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cases import thinned
+from tests.distributed.ranks import ROOT, free_port, rank_environment
+from tests.distributed.supervised import Run
+from tridock.contracts import run_folder
+from tridock.contracts.run_state import exit_code_of
+from tridock.experiment import CommandExperiment
+from tridock.launchers.local import Local
+from tridock.launchers.run import Run as Prepared
+from tridock.launchers.run import make_bundle
+from tridock.node.agent.evidence import evidence
+from tridock.node.agent.processes import stop_processes
+from tridock.triage import diagnose, facts_of
+
+pytestmark = pytest.mark.distributed
+
+TIMES = 3
+PROGRAM = """import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    {fault}
+time.sleep(300)
+"""
+FAULTS = {
+    "raises": ('raise ValueError("rank 1 has no data")', "exited with code 1", "ValueError: rank 1 has no data"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL", "was ended by SIGKILL"),
+    "leaves": ("os._exit(3)", "exited with code 3", "exited with code 3"),
+}
+CASES = [f"{launcher} {fault}" for launcher in ("torchrun", "deepspeed") for fault in FAULTS]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    for folder in (tmp_path / "runs").glob("*"):
+        stop_processes(folder.name, grace_s=0.0)
+
+
+def prepared(workspace: Path, launcher: str, program: str) -> Run:
+    """A run of two ranks on this machine, as `tridock run` prepares it."""
+    command = (launcher, "train.py")
+    experiment = CommandExperiment(name="own", engine="command", command=command)
+    run_id = run_folder.new_run_id("own")
+    run = Prepared(experiment, {"here": (0, 1)}, run_id, master_port=free_port(), workspace=str(workspace))
+    folder = Path(run.path)
+    for name, content in make_bundle(run, Local(python=sys.executable, library=str(ROOT))).files.items():
+        run_folder.write_atomic(folder / name, content)
+    (folder / run_folder.CODE_COPY).mkdir()
+    (folder / run_folder.CODE_COPY / "train.py").write_text(program)
+    return Run(folder)
+
+
+def start(run: Run) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    arguments = [sys.executable, "-m", "tridock.node", "start", str(run.folder)]
+    subprocess.run(arguments, env=rank_environment() | {"PATH": path}, cwd=ROOT, check=True, timeout=300)
+
+
+@pytest.mark.parametrize("case", thinned(CASES, ("torchrun raises", "deepspeed leaves")))
+def test_a_rank_that_fails_at_once_is_the_cause_each_time(workspace: Path, case: str) -> None:
+    launcher, _, fault = case.partition(" ")
+    does, how, said = FAULTS[fault]
+    found = []
+    for _ in range(TIMES):
+        run = prepared(workspace, launcher, PROGRAM.format(fault=does))
+        start(run)
+        run.until(lambda folder=run.folder: exit_code_of(folder) is not None, 300)  # type: ignore[misc]
+        facts = facts_of({"here": evidence(run.folder)}, "here", exit_code_of(run.folder))
+        found.append((facts.exit_code, facts.who, facts.reason, f"tridock: rank 1 on here {how}" in run.log()))
+        assert diagnose(facts).rule in ("program-failed", "exited-without-message"), run.log()
+    assert found == TIMES * [(4, "rank 1 on here", said, True)], (run.log(), run.events())

@@ -12,7 +12,7 @@ from tridock.contracts.pretrained import StoredWeights
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 14
+PROTOCOL: Final = 15
 """Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
 notices; a node whose image has another version is then reported."""
 USAGE: Final = 2
@@ -93,12 +93,14 @@ class QueuedRun:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """A rank's last heartbeat and its age in seconds."""
+    """A rank's last heartbeat, and the seconds since its last progress."""
 
     rank: int
     phase: str
     iteration: int
     age_s: float
+    limit_s: float | None = None
+    """The seconds without progress after which it counts as hung; None for never."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,13 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 FOLDER: Final = ".heartbeat"
 
@@ -111,6 +114,13 @@ def touch() -> None:
     """Calls :meth:`HeartbeatWriter.touch` of this process; does nothing if it is not a rank of a run."""
     if _writer is not None:
         _writer.touch()
+
+
+def touching(items: Iterable[T]) -> Iterator[T]:
+    """Yields the items; each is progress, as of :func:`touch`."""
+    for item in items:
+        touch()
+        yield item
 
 
 def path_of(folder: Path, rank: int) -> Path:

@@ -105,7 +105,7 @@ class RankMonitor:
             beat.iteration,
             beat.count,
             beat.code,
-            age_s=round(now - max(beat.time_s, self._moved_at(rank, beat)), 2) if beat.time_s else 0.0,
+            age_s=round(now - max(beat.time_s, self._moved_at(rank, beat, now)), 2) if beat.time_s else 0.0,
             alive=state is not None,
             gone_s=round(now - self._dead_since[rank], 2) if state is None else 0.0,
             wait_status=self._wait_status.get(rank),
@@ -115,7 +115,7 @@ class RankMonitor:
             longest_step_s=beat.longest_step_s,
         )
 
-    def _moved_at(self, rank: int, beat: Heartbeat) -> float:
+    def _moved_at(self, rank: int, beat: Heartbeat, now: float) -> float:
         """Returns when a rank in a phase that moves bytes was last seen to have moved enough of them; else 0."""
         limit = LIMITS.get(beat.phase)
         if limit is None or not limit.counts_bytes or (moved := bytes_moved(beat.pid)) is None:
@@ -125,7 +125,7 @@ class RankMonitor:
         if count != beat.count:
             before, at = moved, 0.0
         elif moved - before >= PROGRESS_BYTES:
-            before, at = moved, time.monotonic()
+            before, at = moved, now
         self._moved[rank] = beat.count, before, at
         return at
 

@@ -19,7 +19,8 @@ from tridock.contracts.checkpoints import MANIFEST, newest
 from tridock.contracts.events import append_event
 from tridock.contracts.run_folder import write_atomic
 
-STEP_S = 0.05
+STEP_S = float(os.environ.get("STEP_S", "0.05"))
+LONG_STEP_S = 9.0
 
 
 def hang_for_ever() -> None:
@@ -45,7 +46,7 @@ def train(folder: Path, rank: int, steps: int, load: bool) -> None:
     (folder / heartbeat.FOLDER).mkdir(exist_ok=True)
     faulthandler.register(heartbeat.STACKS_SIGNAL, heartbeat.stacks_path(folder, rank).open("w"), all_threads=True)
     heartbeat.start(folder, rank)
-    heartbeat.beat(heartbeat.START, first)
+    heartbeat.beat(heartbeat.FIRST_STEP, first)
     iteration = first
     for iteration in range(first + 1, steps + 1):
         time.sleep(STEP_S)
@@ -67,6 +68,11 @@ def obey(folder: Path, rank: int) -> bool:
         word = order.name.partition("-")[2]
         if word == "finish":
             return True
+        if word == "work":  # one step of many micro-batches
+            end = time.monotonic() + LONG_STEP_S
+            while time.monotonic() < end:
+                time.sleep(STEP_S)
+                heartbeat.touch()
         if word == "hang":
             hang_for_ever()
         if word == "lose":  # another rank

@@ -277,7 +277,7 @@ def test_a_rank_that_is_stopped_is_named(make: Make) -> None:
     assert run.end() == 4
     (event,) = run.events()
     assert (event["rank"], event["node"]) == (1, "here")
-    text = r"is stopped \(SIGSTOP, or a debugger\); no progress for ([2-9]|\d\d) s, phase train after iteration \d+"
+    text = r"is stopped \(SIGSTOP, or a debugger\); no progress for ([2-9]|\d\d) s \(limit 2 s\), phase train .*"
     assert re.fullmatch(text, event["reason"])
 
 
@@ -297,6 +297,34 @@ def test_a_rank_that_hangs_is_named_with_the_place(make: Make) -> None:
     assert log.startswith("tridock: rank 1 makes no progress; its threads:\nCurrent thread ")
     assert f'  File "{program}", line ' in log
     assert " in hang_for_ever\n" in log
+
+
+def test_steps_that_are_longer_than_the_limit_are_no_hang_and_a_hang_is_one(make: Make) -> None:
+    """From the first step on, before the run has learnt how long its steps take."""
+    run = make(hang_timeout_s=1.0, script=f"export STEP_S=2.5\n{SCRIPT}")
+    run.start()
+    run.train(beyond=3)
+    assert run.events() == []
+    run.ask(1, "hang")
+    assert run.end(300) == 4
+    (event,) = run.events()
+    assert (event["event"], event["rank"]) == ("rank_hung", 1)
+    found = re.search(r"no progress for (\d+) s \(limit (\d+) s\), phase train", event["reason"])
+    assert found is not None
+    assert int(found[1]) >= int(found[2]) >= 3 * 2
+    text = r"tridock: a step takes \d+ s: a rank counts as hung after \d+ s without progress"
+    assert sum(1 for line in run.said() if re.fullmatch(text, line)) == 1
+
+
+def test_micro_batches_of_a_long_step_are_progress(make: Make) -> None:
+    run = make(hang_timeout_s=4.0)
+    run.start()
+    run.train(beyond=3)
+    for rank in (0, 1):
+        run.ask(rank, "work")
+    run.until(lambda: all((beat := run.beat(rank)) and beat.longest_step_s >= 8.0 for rank in (0, 1)), 300)
+    assert run.finish() == 0
+    assert [event["event"] for event in run.events()] == ["run_finished"]
 
 
 def test_without_a_limit_no_rank_counts_as_hung(make: Make) -> None:

@@ -234,7 +234,7 @@ def test_a_rank_that_is_stopped(twin: Twin) -> None:
     with twin.launched() as run:
         twin.signal(OTHER, "STOP", f"{RANK}.*{run.run_id}")
         code, last = run.ends()
-        text = r"rank 1 on node-2 is stopped \(SIGSTOP, or a debugger\); no progress for \d+ s, phase train after .*"
+        text = r"rank 1 on node-2 is stopped \(SIGSTOP, or a debugger\); no progress for \d+ s \(limit \d+ s\), .*"
         assert code == 4
         assert re.fullmatch(run.says(4, text, 1), last), last
         assert run.is_gone(HEAD)

@@ -173,7 +173,7 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started_and_the_next_one_ru
 def test_a_run_that_hangs_says_where_its_rank_is(workspace: Path) -> None:
     run = workspace / "runs" / RUN_ID / ".heartbeat"
     run.mkdir(parents=True)
-    (run / "rank-0").write_text(f"{2**22 + 1} 1 7 3 train 0 1.0")
+    (run / "rank-0").write_text(f"{2**22 + 1} 1 7 3 train 0 1.0 2 0.5")
     (run / "stacks-0").write_text('Current thread 0x1 (most recent call first):\n  File "a.py", line 5 in step\n')
     where = trial._where(run.parent)
     assert where == "; rank 0 in phase train after iteration 3; a.py:5 in step"

@@ -90,6 +90,7 @@ class Cause(StrEnum):
     RANK_STOPPED = "rank_stopped"
     RANK_HUNG = "rank_hung"
     COLLECTIVE_HUNG = "collective_hung"
+    PROGRAM_SILENT = "program_silent"  # your own program without heartbeats: no output and no processor time
     NODE_SILENT = "node_silent"
     SSH_SESSION_LOST = "ssh_session_lost"
     LAUNCHER_EXITED = "launcher_exited"
@@ -113,7 +114,9 @@ _EVENTS = {
         (Cause.RANK_KILLED_FOR_MEMORY, Cause.RANK_SIGNALLED, Cause.RANK_EXITED, Cause.RANK_VANISHED, Cause.RANK_GONE),
         Event.RANK_DIED,
     ),
-    **dict.fromkeys((Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG), Event.RANK_HUNG),
+    **dict.fromkeys(
+        (Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG, Cause.PROGRAM_SILENT), Event.RANK_HUNG
+    ),
     **dict.fromkeys((Cause.NODE_SILENT, Cause.SSH_SESSION_LOST), Event.NODE_LOST),
     **dict.fromkeys(
         (

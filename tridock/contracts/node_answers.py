@@ -93,12 +93,14 @@ class QueuedRun:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """A rank's last heartbeat and its age in seconds."""
+    """A rank's last heartbeat, and the seconds since its last progress."""
 
     rank: int
     phase: str
     iteration: int
     age_s: float
+    limit_s: float | None = None
+    """The seconds without progress after which it counts as hung; None for never."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class RankStatus:
     code: int
     """The exit code with which a failed rank is about to exit."""
     age_s: float
-    """Seconds since its last heartbeat."""
+    """Seconds since its last heartbeat, or since it last read or wrote much while it starts or saves."""
     alive: bool
     gone_s: float = 0.0
     """Seconds since its end, by its record; without one, since it was first seen dead."""
@@ -31,6 +31,10 @@ class RankStatus:
     """In a run of your own program: the number of ranks in its world, by its environment; 0 if that does not say."""
     inner_world_size: int = 0
     """The same of a process that it started and that is a rank of another world; 0 without one."""
+    steps: int = 0
+    """The number of steps after its first one that it has measured."""
+    longest_step_s: float = 0.0
+    """The longest of its last steps."""
 
 
 @dataclass(frozen=True, slots=True)

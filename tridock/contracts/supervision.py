@@ -85,6 +85,9 @@ class Supervision:
     """When the run was first prepared (a file's time), if earlier than this file: a requeued Slurm job resumes from
     checkpoints that it wrote before."""
 
+    planned_step_s: float | None = None
+    """The plan's estimate of a step, in seconds; None without one."""
+
     trackers: tuple[Tracker, ...] = ()
     notify: tuple[Notification, ...] = ()
 

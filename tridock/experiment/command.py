@@ -35,7 +35,7 @@ class CommandLaunch(Section):
     hang_timeout: Count = Field(
         default=1800,
         description="Seconds without output or CPU time after which a rank counts as hung and the run is"
-        " ended; 0 for never.",
+        " ended (with heartbeats: without one, as in an engine's run); 0 for never.",
     )
     save_signal: Literal["SIGUSR1", "SIGTERM"] = Field(
         default="SIGUSR1",

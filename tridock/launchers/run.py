@@ -229,7 +229,13 @@ def _supervision(run: Run, launcher: Launcher) -> Supervision:
         return replace(supervision, observed=True, per_slot=per_slot, metrics=metrics, save_signal=save_signal)
     restart, saves = run.planned.experiment.restart, run.planned.experiment.train.save
     checkpoints = run.planned.checkpoints(run.path) if saves else None
-    return replace(supervision, restart_window_s=restart.window, min_nodes=restart.min_nodes, checkpoints=checkpoints)
+    return replace(
+        supervision,
+        restart_window_s=restart.window,
+        min_nodes=restart.min_nodes,
+        checkpoints=checkpoints,
+        planned_step_s=run.assessment.seconds,
+    )
 
 
 def _script(run: Run, env: Mapping[str, str], who: str, body: str) -> str:

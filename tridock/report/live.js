@@ -186,12 +186,18 @@ function sections(runs, id, make) {
   hide(id, !parts.length);
 }
 
+function progressOf(rank) {
+  const ago = `${Math.round(rank.age_s)} s ago`;
+  return rank.limit_s === null ? ago : `${ago} (limit ${Math.round(rank.limit_s)} s)`;
+}
+
 function ranks(run, number) {
   if (!run.ranks.length) return null;
   const most = Math.max(1, ...run.ranks.map((rank) => rank.iteration));
   const rows = run.ranks.map((rank) => [
     `rank ${rank.rank}${rank.node ? ` · ${rank.node}` : ""}`, rank.iteration / most, colour(number),
-    `${rank.phase} ${rank.iteration.toLocaleString("en")}` + (run.state === "running" ? `, ${Math.round(rank.age_s)} s ago` : ""), undefined, run.state === "running" && rank.age_s > 30,
+    `${rank.phase} ${rank.iteration.toLocaleString("en")}` + (run.state === "running" ? `, ${progressOf(rank)}` : ""), undefined,
+    run.state === "running" && rank.limit_s !== null && rank.age_s > rank.limit_s / 2,
   ]);
   const list = bars(rows);
   list.classList.add("ranks");

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tridock.contracts.hang_limits import described
 from tridock.engines import ENGINES
 from tridock.engines.offload import Offload
 from tridock.errors import Problem, RequestError, count
@@ -220,6 +221,7 @@ def _facts(assessment: Assessment) -> Table:
         ("experiment", f"{experiment.name}, engine {experiment.engine}, {experiment.precision}, {parameters}"),
         ("micro batch", batch),
         *(() if cost.active == cost.parameters else (("active a token", f"{cost.active:,}"),)),
+        ("hang limit", described(experiment.launch.hang_timeout, assessment.seconds)),
     )
     return _pairs(rows)
 

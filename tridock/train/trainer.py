@@ -169,7 +169,7 @@ class Trainer:
         """Trains from the loaded iteration to the last one, then evaluates on the test split."""
         self.announce()
         self.phases.read()  # the time before belongs to no step
-        heartbeat.beat(heartbeat.START, self.progress.iteration)
+        heartbeat.beat(heartbeat.FIRST_STEP, self.progress.iteration)
         with self.saver.finishing(), signals.save_on_signal() if self.experiment.train.save else nullcontext():
             for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
                 self.iterate(iteration)
@@ -289,10 +289,10 @@ class Trainer:
     def begin_pass(self) -> None:
         """Writes a heartbeat before a forward pass without gradients.
 
-        The first pass may compile the layers again, so it has the time limit of a start.
+        The first pass may compile the layers again, so it has the time limit of a first step.
         """
         compiles, self._compiles_evaluation = self._compiles_evaluation, False
-        heartbeat.beat(heartbeat.START if compiles else heartbeat.EVAL)
+        heartbeat.beat(heartbeat.FIRST_STEP if compiles else heartbeat.EVAL)
 
     def sample(self) -> None:
         """Records how the model continues ``train.sample_prompts``."""

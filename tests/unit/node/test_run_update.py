@@ -62,9 +62,10 @@ def test_a_long_run_is_thinned_and_keeps_its_extremes_ends_and_evaluations(tmp_p
 def test_the_ranks_are_those_that_the_supervisor_sees(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", [1.0])
     assert run_update(run, 0, 0, 0).ranks == ()
-    (run / ".ranks.json").write_text('[[0, "save", 9, 0.5], [1, "train", 8, 1.5]]')
+    (run / ".ranks.json").write_text('[[0, "save", 9, 0.5, null], [1, "train", 8, 1.5, 30.0]]')
     ranks = run_update(run, 0, 0, 0).ranks
     assert [(it.rank, it.phase, it.iteration) for it in ranks] == [(0, "save", 9), (1, "train", 8)]
+    assert [it.limit_s for it in ranks] == [None, 30.0]
     assert 1.5 <= ranks[1].age_s < 30
 
 

@@ -13,11 +13,9 @@ from tridock.contracts.events import Cause, Event
 from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.restart import RestartAttempt, refusal
 from tridock.node.supervisor.verdict import (
-    END_S,
     LOST_S,
     NODE_SILENCE_S,
-    SAVE_S,
-    START_S,
+    HangLimits,
     RankStatus,
     Verdict,
     first_death,
@@ -31,7 +29,8 @@ from tridock.node.supervisor.verdict import (
     signal_name,
 )
 
-HEALTHY = RankStatus(0, "train", iteration=7, heartbeats=9, code=0, age_s=0.1, alive=True)
+HEALTHY = RankStatus(0, "train", iteration=7, heartbeats=9, code=0, age_s=0.1, alive=True, steps=6, longest_step_s=1.0)
+DEFAULT = HangLimits(30)
 COLLECTIVE = ["/venv/torch/distributed/distributed_c10d.py:2806 in all_reduce", "/x/trainer.py:1 in step"]
 BACKWARD = ["/venv/torch/autograd/graph.py:979 in _engine_run_backward"]
 ASTRAY = ["/opt/tridock/train/data/dataset.py:120 in batches", *COLLECTIVE[1:]]
@@ -79,14 +78,26 @@ def test_ranks_whose_end_nobody_saw_are_the_launchers_to_judge() -> None:
     assert first_gone({"b": [observed(2)]}) is None
 
 
-def test_a_program_hangs_without_output_and_processor_time() -> None:
+def test_of_a_program_only_its_silence_is_known() -> None:
+    """Not which rank the others wait for: the one that writes may be the one that waits."""
     seen = {"a": [observed(0, age_s=70.0)], "b": [observed(1, age_s=1.0, heartbeats=99)]}
-    overdue = overdue_ranks(seen, None, 60.0)
+    overdue = overdue_ranks(seen, HangLimits(60))
     assert [status.rank for _, status in overdue] == [0]
-    verdict = hung(seen, overdue, {})
-    assert (verdict.rank, verdict.reason) == (
-        0, "hangs while others wait for it; no output and no processor time for 70 s"
-    )  # fmt: skip
+    reason = "is silent: no output and no processor time for 70 s (limit 60 s)"
+    assert hung(seen, overdue, {}, HangLimits(60)) == Verdict(Cause.PROGRAM_SILENT, reason, "a", 0)
+    both = {"a": [observed(0, age_s=70.0, heartbeats=3)], "b": [observed(1, age_s=71.0, heartbeats=99)]}
+    reason = "is silent, as well as 1 other rank: no output and no processor time for 71 s (limit 60 s)"
+    assert hung(both, overdue_ranks(both, HangLimits(60)), {}, HangLimits(60)) == Verdict(
+        Cause.PROGRAM_SILENT, reason, "b", 1
+    )
+    assert Cause.PROGRAM_SILENT.event is Event.RANK_HUNG
+
+
+def test_a_program_that_is_stopped_is_not_silent() -> None:
+    seen = {"a": [observed(0, age_s=70.0, stopped_s=65.0)]}
+    verdict = hung(seen, overdue_ranks(seen, HangLimits(60)), {}, HangLimits(60))
+    assert verdict.cause is Cause.RANK_STOPPED
+    assert verdict.reason == "is stopped (SIGSTOP, or a debugger); no output and no processor time for 70 s"
 
 
 # ---- deaths --------------------------------------------------------------------------------------
@@ -152,7 +163,7 @@ def test_a_rank_that_has_ended_well_is_no_death() -> None:
 statuses = st.builds(
     RankStatus,
     rank=st.integers(0, 7),
-    phase=st.sampled_from(("start", "train", "eval", "save", "end", "failed", "lost")),
+    phase=st.sampled_from(("start", "first_step", "train", "eval", "save", "end", "failed", "lost")),
     iteration=st.integers(0, 9),
     heartbeats=st.integers(1, 99),
     code=st.sampled_from([0, 2, 4]),
@@ -162,6 +173,8 @@ statuses = st.builds(
     wait_status=st.none() | st.integers(0, 0xFFFF),
     stopped_s=st.floats(0, 100),
     killed_for_memory=st.booleans(),
+    steps=st.integers(0, 9),
+    longest_step_s=st.floats(0, 500),
 )
 looks = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.lists(statuses, max_size=4))
 
@@ -180,10 +193,11 @@ def test_a_death_is_seen_if_and_only_if_there_is_one(look: dict[str, list[RankSt
 
 @given(looks, st.none() | st.floats(0, 100), st.integers(0, 100))
 def test_whoever_is_named_as_hung_lives(look: dict[str, list[RankStatus]], step_s: float | None, hang_s: int) -> None:
-    late = overdue_ranks(look, step_s, hang_s)
+    limits = HangLimits(hang_s, step_s)
+    late = overdue_ranks(look, limits)
     assert hang_s or not late
     if late:
-        found = hung(look, late, {})
+        found = hung(look, late, {}, limits)
         assert found.code > 0
         assert found.node is not None
         assert found.rank in [v.rank for v in look[found.node] if v.alive]
@@ -193,32 +207,52 @@ def test_whoever_is_named_as_hung_lives(look: dict[str, list[RankStatus]], step_
 def test_no_rank_is_late_within_the_limit(step_s: float, hang_s: int) -> None:
     limit = max(hang_s, 3 * step_s)
     for phase in ("train", "eval"):
-        assert overdue_ranks({"a": [rank_status(phase=phase, age_s=limit)]}, step_s, hang_s) == []
-        assert overdue_ranks({"a": [rank_status(phase=phase, age_s=limit + 0.1)]}, step_s, hang_s) != []
+        known = rank_status(phase=phase, longest_step_s=step_s)
+        assert overdue_ranks({"a": [replace(known, age_s=limit)]}, HangLimits(hang_s)) == []
+        assert overdue_ranks({"a": [replace(known, age_s=limit + 0.1)]}, HangLimits(hang_s)) != []
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("phase", "limit"), [("start", START_S), ("save", SAVE_S), ("end", END_S)])
+@pytest.mark.parametrize(("phase", "limit"), [("start", 1800), ("first_step", 1800), ("save", 1800), ("end", 120)])
 def test_starting_saving_and_leaving_take_their_time(phase: str, limit: float) -> None:
-    assert overdue_ranks({"a": [rank_status(phase=phase, age_s=limit - 1)]}, 1.0, 30) == []
-    assert len(overdue_ranks({"a": [rank_status(phase=phase, age_s=limit + 1)]}, 1.0, 30)) == 1
+    assert overdue_ranks({"a": [rank_status(phase=phase, age_s=limit - 1)]}, DEFAULT) == []
+    assert len(overdue_ranks({"a": [rank_status(phase=phase, age_s=limit + 1)]}, DEFAULT)) == 1
+    longer = HangLimits(4000)
+    assert overdue_ranks({"a": [rank_status(phase=phase, age_s=3999)]}, longer) == []
+    assert len(overdue_ranks({"a": [rank_status(phase=phase, age_s=4001)]}, longer)) == 1
+
+
+@pytest.mark.parametrize("phase", ["train", "eval"])
+def test_a_rank_that_has_not_learnt_its_step_time_has_the_limit_of_a_first_step(phase: str) -> None:
+    new = rank_status(phase=phase, iteration=1, steps=1, longest_step_s=40.0)
+    assert overdue_ranks({"a": [replace(new, age_s=1799.0)]}, DEFAULT) == []
+    assert len(overdue_ranks({"a": [replace(new, age_s=1801.0)]}, DEFAULT)) == 1
+
+
+@pytest.mark.parametrize("phase", ["start", "save"])
+def test_ranks_wait_for_one_that_still_reads_or_writes(phase: str) -> None:
+    waiting, writing = rank_status(0, phase=phase, age_s=5000.0), rank_status(1, phase=phase, age_s=3.0)
+    assert overdue_ranks({"a": [waiting, writing]}, DEFAULT) == []
+    assert overdue_ranks({"a": [waiting], "b": [replace(writing, age_s=1900.0)]}, DEFAULT) != []
+    assert overdue_ranks({"a": [waiting, replace(writing, alive=False)]}, DEFAULT) != []
 
 
 def test_a_rank_that_is_stopped_is_late_in_every_phase() -> None:
-    assert len(overdue_ranks({"a": [rank_status(phase="start", stopped_s=31.0)]}, None, 30)) == 1
+    assert len(overdue_ranks({"a": [rank_status(phase="start", stopped_s=31.0)]}, DEFAULT)) == 1
 
 
 def named(*ranks: RankStatus, stacks: dict[int, list[str]] | None = None) -> str:
     look = {"a": list(ranks)}
-    return str(hung(look, overdue_ranks(look, 1.0, 30), stacks or {}))
+    return str(hung(look, overdue_ranks(look, DEFAULT), stacks or {}, DEFAULT))
 
 
 def test_a_stopped_rank_is_named_before_those_who_wait_for_it() -> None:
     waiting, stopped = rank_status(0, age_s=31.0, heartbeats=8), rank_status(1, age_s=29.0, stopped_s=28.0)
     assert named(waiting, stopped, stacks={0: COLLECTIVE}) == (
-        "rank 1 on a is stopped (SIGSTOP, or a debugger); no progress for 31 s, phase train after iteration 7"
+        "rank 1 on a is stopped (SIGSTOP, or a debugger); no progress for 31 s (limit 30 s), phase train after "
+        "iteration 7"
     )
 
 
@@ -226,7 +260,7 @@ def test_a_rank_that_is_behind_is_named() -> None:
     ahead, behind = rank_status(0, age_s=31.0), rank_status(1, age_s=32.0, heartbeats=8, iteration=6)
     assert named(ahead, behind, stacks={0: COLLECTIVE, 1: BACKWARD}) == (
         "rank 1 on a hangs while others wait for it at /venv/torch/autograd/graph.py:979 in _engine_run_backward; "
-        "no progress for 32 s, phase train after iteration 6"
+        "no progress for 32 s (limit 30 s), phase train after iteration 6"
     )
 
 
@@ -234,7 +268,7 @@ def test_of_ranks_that_are_equally_far_the_one_outside_a_collective_is_named() -
     ranks = [rank_status(n, age_s=31.0) for n in range(3)]
     assert named(*ranks, stacks={0: COLLECTIVE, 1: BACKWARD, 2: ASTRAY}) == (
         "rank 2 on a hangs while others wait for it at /opt/tridock/train/data/dataset.py:120 in batches; "
-        "no progress for 31 s, phase train after iteration 7"
+        "no progress for 31 s (limit 30 s), phase train after iteration 7"
     )
 
 
@@ -245,7 +279,9 @@ def test_where_all_stand_alike_nobody_is_blamed(frames: list[str]) -> None:
 
 
 def test_a_rank_alone() -> None:
-    assert named(rank_status(0, age_s=31.0)) == "rank 0 on a hangs; no progress for 31 s, phase train after iteration 7"
+    assert named(rank_status(0, age_s=31.0)) == (
+        "rank 0 on a hangs; no progress for 31 s (limit 30 s), phase train after iteration 7"
+    )
 
 
 # ---- nodes ---------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_rows_of_an_endless_run_are_bounded(tmp_path: Path) -> None:
 
 def test_prometheus_reads_the_metrics(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", [3.0, 2.5])
-    (folder / ".ranks.json").write_text('[[0, "train", 2, 0.5]]')
+    (folder / ".ranks.json").write_text('[[0, "train", 2, 0.5, 30.0]]')
     lines = prometheus([live(folder)]).splitlines()
     assert 'tridock_run_state{run="a",state="ready"} 1' in lines
     assert 'tridock_loss{run="a"} 2.5' in lines
@@ -166,7 +166,7 @@ def test_grafana_asks_for_metrics_that_there_are(tmp_path: Path) -> None:
     asked = {panel["targets"][0]["expr"].partition("{")[0] for panel in dashboard["panels"]}
     page = (root / "docs" / "watch.md").read_text()
     folder = a_run(tmp_path / "a", [3.0])
-    (folder / ".ranks.json").write_text('[[0, "train", 1, 0.5]]')
+    (folder / ".ranks.json").write_text('[[0, "train", 1, 0.5, 30.0]]')
     run = live(folder)
     run.memory = [1.0]
     made = {line.split()[2] for line in prometheus([run]).splitlines() if line.startswith("# TYPE")}

@@ -52,6 +52,7 @@ RECORDED = {
         Cause.COLLECTIVE_HUNG,
         "hangs, as do all 2 ranks: a collective that does not end at x.py:1 in f; no progress for 31 s",
     ),
+    "program-silent": seen(Cause.PROGRAM_SILENT, "is silent: no output and no processor time for 1801 s"),
     "rank-hung": seen(Cause.RANK_HUNG, "hangs while others wait for it at x.py:1 in f; no progress for 31 s"),
     "head-lost": seen(Cause.HEAD_SILENT, "heard nothing from the head for 21 s"),
     "node-lost": seen(Cause.NODE_SILENT, "has not answered for 21 s"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import heartbeat, process_records, run_folder
+from tridock.contracts.hang_limits import LIMITS, PROGRESS_BYTES
 from tridock.contracts.heartbeat import Heartbeat
 from tridock.contracts.process_records import ProcessRecord
 from tridock.contracts.rank_status import RankStatus
@@ -44,6 +45,7 @@ class RankMonitor:
         self._wait_status: dict[int, int] = {}
         self._stopped_since: dict[int, float] = {}
         self._records: dict[int, ProcessRecord] = {}
+        self._moved: dict[int, tuple[int, int, float]] = {}
         self._searched, self._had_processes, self._all_ended = 0.0, False, False
 
     def reset(self) -> None:
@@ -132,18 +134,34 @@ class RankMonitor:
             beat.iteration,
             beat.count,
             beat.code,
-            age_s=round(now - beat.time_s, 2) if beat.time_s else 0.0,
+            age_s=round(now - max(beat.time_s, self._moved_at(rank, beat, now)), 2) if beat.time_s else 0.0,
             alive=state is not None,
             gone_s=round(now - self._dead_since[rank], 3) if state is None else 0.0,
             wait_status=self._wait_status.get(rank),
             stopped_s=round(now - self._stopped_since.get(rank, now), 2),
             killed_for_memory=self.memory_kills > 0,
+            steps=beat.steps,
+            longest_step_s=beat.longest_step_s,
         )
 
     def _record_of(self, rank: int, beat: Heartbeat) -> ProcessRecord | None:
         record = self._records.get(rank)
         same = record is not None and (record.pid, record.start_ticks) == (beat.pid, beat.start_ticks)
         return record if same else None
+
+    def _moved_at(self, rank: int, beat: Heartbeat, now: float) -> float:
+        """Returns when a rank in a phase that moves bytes was last seen to have moved enough of them; else 0."""
+        limit = LIMITS.get(beat.phase)
+        if limit is None or not limit.counts_bytes or (moved := bytes_moved(beat.pid)) is None:
+            self._moved.pop(rank, None)
+            return 0.0
+        count, before, at = self._moved.get(rank, (beat.count, moved, 0.0))
+        if count != beat.count:
+            before, at = moved, 0.0
+        elif moved - before >= PROGRESS_BYTES:
+            before, at = moved, now
+        self._moved[rank] = beat.count, before, at
+        return at
 
     def _processes_ended(self) -> bool:
         """Whether the run had processes here and has none now; checked at most every 2 s, as it reads all of /proc."""
@@ -191,6 +209,16 @@ def _begun(record: ProcessRecord) -> Heartbeat:
 
 
 _NEVER: Final = Heartbeat(0, 0, 0, 0, heartbeat.START, 0, 0.0)
+
+
+def bytes_moved(pid: int) -> int | None:
+    """Returns the bytes that a process has read and written, by calls and in mapped files; None if that is unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:
+        return None
+    counts = dict(line.split(": ") for line in lines)
+    return sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
 
 
 def main_thread(text: str) -> tuple[str, ...]:

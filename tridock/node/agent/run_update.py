@@ -59,8 +59,9 @@ def _ranks(folder: Path) -> Iterator[RankProgress]:
     path = folder / run_folder.RANKS
     with suppress(OSError, ValueError, TypeError):
         since = max(0.0, time.time() - path.stat().st_mtime)
-        for rank, phase, iteration, age_s in read_value(path):
-            yield RankProgress(int(rank), str(phase), int(iteration), round(float(age_s) + since, 1))
+        for rank, phase, iteration, age_s, limit in read_value(path):
+            limit_s = None if limit is None else float(limit)
+            yield RankProgress(int(rank), str(phase), int(iteration), round(float(age_s) + since, 1), limit_s)
 
 
 def _age(path: Path) -> float | None:

@@ -1,8 +1,8 @@
-"""What the supervisor notes of the ranks: their status, their step times, and the metrics that a program prints."""
+"""What the supervisor notes of the ranks: their status, how far they are, and the metrics that a program prints."""
 
 import json
+import math
 import time
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -13,52 +13,46 @@ from tridock.contracts.output_metrics import OutputMetrics
 from tridock.contracts.partials import remove_left_files
 from tridock.contracts.rotated_logs import GrowingLog
 from tridock.contracts.supervision import Supervision
-from tridock.node.supervisor.verdict import StatusByNode
+from tridock.node.supervisor.verdict import HangLimits, StatusByNode, each
 
 
-class StepTimes:
-    """The step times of one attempt of a run."""
+class Iterations:
+    """How far the ranks have come; ``has_begun`` in this attempt, ``reached`` in the last iteration seen of it."""
 
     def __init__(self) -> None:
         self.reached = 0
-        self._last: dict[int, tuple[int, float]] = {}
-        self._times: deque[float] = deque(maxlen=64)
+        self.has_begun = False
 
     def note(self, seen: StatusByNode) -> None:
         """Processes the ranks' reports."""
-        now = time.monotonic()
-        for status in (status for statuses in seen.values() for status in statuses if status.phase == heartbeat.TRAIN):
-            at = now - status.age_s
-            iteration, before = self._last.get(status.rank, (status.iteration, at))
-            if status.iteration > iteration:
-                self._times.append((at - before) / (status.iteration - iteration))
-            if status.iteration != iteration or status.rank not in self._last:
-                self._last[status.rank] = status.iteration, at
-            self.reached = max(self.reached, status.iteration)
-
-    @property
-    def median(self) -> float | None:
-        """Returns the median step time in seconds; None before the second step."""
-        # Not statistics.median: its module takes longer to import than all of this package.
-        return sorted(self._times)[len(self._times) // 2] if self._times else None
+        for _, status in each(seen):
+            if status.phase == heartbeat.TRAIN:
+                self.reached, self.has_begun = max(self.reached, status.iteration), True
 
 
 _EVERY_S: Final = 2.0
 
 
 class RankTable:
-    """Writes ``.ranks.json`` every two seconds: rank, phase, iteration and the age of its heartbeat in seconds."""
+    """Writes ``.ranks.json`` every two seconds: rank, phase, iteration, the seconds since its last progress, and those
+    after which it counts as hung (null for never).
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / run_folder.RANKS
         self._written = 0.0
 
-    def note(self, seen: StatusByNode) -> None:
+    def note(self, seen: StatusByNode, limits: HangLimits) -> None:
         """Processes the agents' reports."""
         if (now := time.monotonic()) - self._written < _EVERY_S:
             return
         self._written = now
-        rows = sorted((it.rank, it.phase, it.iteration, round(it.age_s, 1)) for them in seen.values() for it in them)
+        rows = [
+            (it.rank, it.phase, it.iteration, round(it.age_s, 1), round(limit, 1) if math.isfinite(limit) else None)
+            for _, it in each(seen)
+            for limit in (limits.of(it),)
+        ]
+        rows.sort(key=lambda row: row[0])
         with suppress(OSError):  # the disk is full
             remove_left_files(self._path)
             run_folder.write_atomic(self._path, json.dumps(rows).encode(), durable=False)

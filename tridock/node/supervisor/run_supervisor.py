@@ -10,6 +10,7 @@ from typing import Final, Self
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event, events_of
+from tridock.contracts.hang_limits import STEPS, learnt_s
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.records import read_lines
 from tridock.contracts.run_state import mark_stopped
@@ -21,7 +22,7 @@ from tridock.node.supervisor.agent_connections import AgentConnections
 from tridock.node.supervisor.disks import Disks, no_room
 from tridock.node.supervisor.failover import move
 from tridock.node.supervisor.launcher_process import LauncherProcess, ProgramPreemption
-from tridock.node.supervisor.rank_records import PrintedMetrics, RankTable, StepTimes
+from tridock.node.supervisor.rank_records import Iterations, PrintedMetrics, RankTable
 from tridock.node.supervisor.restart import (
     RestartAttempt,
     cannot_help,
@@ -30,12 +31,14 @@ from tridock.node.supervisor.restart import (
     refusal,
 )
 from tridock.node.supervisor.verdict import (
+    HangLimits,
     StatusByNode,
     Verdict,
     each,
     first_death,
     first_gone,
     hung,
+    longest_step_s,
     lost_node,
     overdue_ranks,
     rank_without_peer,
@@ -69,11 +72,12 @@ class RunSupervisor:
     def __init__(self, folder: Path, supervision: Supervision, lease: HeldLease) -> None:
         self._folder, self._supervision, self._lease = folder, supervision, lease
         self._agents = AgentConnections(folder, supervision, lease)
-        self._steps = StepTimes()
+        self._steps = Iterations()
         self._metrics = PrintedMetrics(folder, supervision)
         self._ranks, self._disks = RankTable(folder), Disks(folder)
         self._restarts: list[RestartAttempt] = []
         self._launcher: LauncherProcess | None = None
+        self._says_limit = True
         self._must_move = False
         self._events_before = 0
         self._silent: list[str] = []
@@ -89,7 +93,7 @@ class RunSupervisor:
 
     def begin(self, script: str) -> None:
         """Starts the launcher with ``script`` and connects to the node agents."""
-        self._steps = StepTimes()
+        self._steps, self._says_limit = Iterations(), True
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
         self._lease.check()
         self._launcher = LauncherProcess(self._folder, script, self._supervision.head)
@@ -193,11 +197,12 @@ class RunSupervisor:
                 return None
             seen = self._agents.statuses()
             self._steps.note(seen)
-            self._ranks.note(seen)
+            self._ranks.note(seen, self._limits)
+            self._say_limit(seen)
             self._disks.note(self._agents.disks())
             self._metrics.read()
             self._started.limit_log()
-            starts = not self._supervision.observed and self._steps.median is None
+            starts = not self._supervision.observed and not self._steps.has_begun
             if starts and (refused := self._started.refused_login()) is not None:
                 return refused
             if self._is_program_preempted():
@@ -208,6 +213,14 @@ class RunSupervisor:
             elif (verdict := self._judge(seen)) is not None and not self._started.was_killed:
                 return verdict
         return None
+
+    def _say_limit(self, seen: StatusByNode) -> None:
+        """Prints, once an attempt, a limit that the ranks have learnt if it is longer than ``launch.hang_timeout``."""
+        limits, longest = self._limits, longest_step_s(seen)
+        if self._says_limit and limits.hang_s and longest * STEPS > limits.hang_s:
+            self._says_limit = False
+            limit = learnt_s(limits.hang_s, longest, limits.planned_step_s)
+            self._print(f"a step takes {longest:,.0f} s: a rank counts as hung after {limit:,.0f} s without progress")
 
     def _is_program_preempted(self) -> bool:
         """Whether a scheduler has asked your own program to end: it can then be resumed, however it ends."""
@@ -231,15 +244,20 @@ class RunSupervisor:
             return lost
         if (apart := separate_worlds(seen, self._supervision.ranks, per_slot=self._supervision.per_slot)) is not None:
             return apart
-        overdue = overdue_ranks(seen, self._steps.median, self._supervision.hang_timeout_s)
+        limits = self._limits
+        overdue = overdue_ranks(seen, limits)
         if not overdue:
             return None
         living = [status.rank for _, status in each(seen) if status.alive]
         stacks = self._agents.stacks(living, _STACKS_PATIENCE_S)
         seen = self._agents.statuses()
         # Checked again: the rank may have continued before the stacks arrived.
-        overdue = overdue_ranks(seen, self._steps.median, self._supervision.hang_timeout_s)
-        return hung(seen, overdue, stacks) if overdue else None
+        overdue = overdue_ranks(seen, limits)
+        return hung(seen, overdue, stacks, limits) if overdue else None
+
+    @property
+    def _limits(self) -> HangLimits:
+        return HangLimits(self._supervision.hang_timeout_s, self._supervision.planned_step_s)
 
     def _launcher_verdict(self) -> Verdict | None:
         """Returns why the launcher ended before the run: a rank's death, which its node will report, or its own."""

@@ -1,6 +1,5 @@
 """The verdict on a run, from the status of its ranks and nodes. Pure."""
 
-import math
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,21 +8,14 @@ from typing import Any, Final
 
 from tridock.contracts import heartbeat
 from tridock.contracts.events import Cause
+from tridock.contracts.hang_limits import LEARNT_STEPS, LIMITS, limit_s
 from tridock.contracts.rank_status import RankStatus
-from tridock.errors import RequestError, RunError
+from tridock.errors import RequestError, RunError, count
 
 NODE_SILENCE_S: Final = 20.0
 """Seconds of silence after which a node counts as lost."""
-START_S: Final = 1800.0
-"""Seconds to import, rendezvous, read the data, build the model, load a checkpoint and make the first step."""
-SAVE_S: Final = 1800.0
-"""Seconds to write a checkpoint."""
-END_S: Final = 120.0
-"""Seconds to exit once all is done."""
 LOST_S: Final = 5.0
 """Seconds for a lost rank's node to report the rank's end."""
-STEPS: Final = 3
-"""A rank counts as hung only after this many step times."""
 
 _STOPPED_S: Final = 1.0
 """Seconds; a sampling debugger stops a process for less."""
@@ -194,39 +186,68 @@ def login_refused(line: str) -> str:
     return f"does not let the head in: {line.strip()}"
 
 
-def overdue_ranks(statuses_by_node: StatusByNode, step_s: float | None, hang_s: float) -> list[tuple[str, RankStatus]]:
-    """Returns the live ranks without progress; none if ``hang_s`` is 0. ``step_s`` is the usual step time."""
-    if not hang_s:
+@dataclass(frozen=True, slots=True)
+class HangLimits:
+    """The limits of a run's ranks: ``hang_s`` is ``launch.hang_timeout``, ``planned_step_s`` the plan's estimate."""
+
+    hang_s: float
+    planned_step_s: float | None = None
+
+    def of(self, status: RankStatus) -> float:
+        """Returns the seconds without progress after which the rank counts as hung."""
+        return limit_s(
+            status.phase,
+            self.hang_s,
+            steps=status.steps,
+            longest_step_s=status.longest_step_s,
+            planned_step_s=self.planned_step_s,
+        )
+
+
+def longest_step_s(statuses_by_node: StatusByNode) -> float:
+    """Returns the longest step of the ranks that have learnt how long theirs take; 0 before."""
+    return max((it.longest_step_s for _, it in each(statuses_by_node) if it.steps >= LEARNT_STEPS), default=0.0)
+
+
+def overdue_ranks(statuses_by_node: StatusByNode, limits: HangLimits) -> list[tuple[str, RankStatus]]:
+    """Returns the live ranks without progress; none if ``launch.hang_timeout`` is 0.
+
+    While ranks start or save, one that reads or writes is progress for all in its phase: they wait for it.
+    """
+    if not limits.hang_s:
         return []
-    usual = max(hang_s, STEPS * (step_s or 0.0))
-    limits = {
-        heartbeat.START: START_S,
-        heartbeat.TRAIN: usual,
-        heartbeat.EVAL: usual,
-        heartbeat.SAVE: SAVE_S,
-        heartbeat.END: END_S,
-        heartbeat.OBSERVED: hang_s,
-    }
+    living = [(node, status) for node, status in each(statuses_by_node) if status.alive]
+    least: dict[str, float] = {}
+    for _, status in living:
+        if (limit := LIMITS.get(status.phase)) is not None and limit.counts_bytes:
+            least[status.phase] = min(status.age_s, least.get(status.phase, status.age_s))
     return [
         (node, status)
-        for node, status in each(statuses_by_node)
-        if status.alive and (status.age_s > limits.get(status.phase, math.inf) or status.stopped_s > hang_s)
+        for node, status in living
+        if least.get(status.phase, status.age_s) > limits.of(status) or status.stopped_s > limits.hang_s
     ]
 
 
 def hung(
-    statuses_by_node: StatusByNode, overdue: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]]
+    statuses_by_node: StatusByNode,
+    overdue: Sequence[tuple[str, RankStatus]],
+    stacks: Mapping[int, Sequence[str]],
+    limits: HangLimits,
 ) -> Verdict:
     """Returns the verdict on the rank that holds up the ``overdue`` ones.
 
     It is a stopped rank, or else one that is behind, or else one that does not wait in a collective. ``stacks`` are the
-    frames of each rank's main thread as ``file:line in function``, the innermost first.
+    frames of each rank's main thread as ``file:line in function``, the innermost first. Of a program without
+    heartbeats only its silence is known.
     """
     living = [(node, status) for node, status in each(statuses_by_node) if status.alive]
+    stopped = [entry for entry in living if entry[1].stopped_s >= _STOPPED_S]
+    if not stopped and all(status.phase == heartbeat.OBSERVED for _, status in overdue):
+        return _silent(overdue, limits)
     least = min(status.heartbeats for _, status in living)
     behind = [entry for entry in living if entry[1].heartbeats == least]
     odd = _odd_ones(behind, stacks)
-    if stopped := [entry for entry in living if entry[1].stopped_s >= _STOPPED_S]:
+    if stopped:
         (node, status), cause, how = stopped[0], Cause.RANK_STOPPED, "is stopped (SIGSTOP, or a debugger)"
     elif len(living) == 1:
         (node, status), cause, how = living[0], Cause.RANK_HUNG, "hangs"
@@ -236,11 +257,22 @@ def hung(
         how = f"hangs, as do all {len(living)} ranks: a collective that does not end"
         (node, status), cause = behind[0], Cause.COLLECTIVE_HUNG
     place = f" at {stacks[status.rank][0]}" if stacks.get(status.rank) and not stopped else ""
-    waited = max(status.age_s for _, status in overdue)
+    waited, late = max(((status.age_s, status) for _, status in overdue), key=lambda entry: entry[0])
     if status.phase == heartbeat.OBSERVED:
         return Verdict(cause, f"{how}; no output and no processor time for {waited:.0f} s", node, status.rank)
+    limit = limits.hang_s if stopped else limits.of(late)
     after = f"phase {status.phase} after iteration {status.iteration}"
-    return Verdict(cause, f"{how}{place}; no progress for {waited:.0f} s, {after}", node, status.rank)
+    return Verdict(
+        cause, f"{how}{place}; no progress for {waited:.0f} s (limit {limit:.0f} s), {after}", node, status.rank
+    )
+
+
+def _silent(overdue: Sequence[tuple[str, RankStatus]], limits: HangLimits) -> Verdict:
+    """Returns that a program without heartbeats is silent: which rank waits for which cannot be seen."""
+    node, status = max(overdue, key=lambda entry: entry[1].age_s)
+    others = f", as well as {count(len(overdue) - 1, 'other rank')}" if len(overdue) > 1 else ""
+    how = f"is silent{others}: no output and no processor time for {status.age_s:.0f} s (limit {limits.hang_s:.0f} s)"
+    return Verdict(Cause.PROGRAM_SILENT, how, node, status.rank)
 
 
 def _odd_ones(

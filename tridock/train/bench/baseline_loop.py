@@ -128,7 +128,7 @@ class BaselineTrainer(Trainer):
             self._steps, self._engine_s = 0, 0.0
 
     def _run_bare(self, steps: int) -> None:
-        heartbeat.beat(heartbeat.START)  # which has time to compile
+        heartbeat.beat(heartbeat.FIRST_STEP)  # which has time to compile
         barrier()
         began = time.monotonic()
         with self.phases.inside(EVALUATION):

@@ -64,7 +64,7 @@ class Recorder:
         time_phases(model, self.phases)
         self.phases.read()  # the time before belongs to no step
         self._logged_at = time.monotonic()
-        heartbeat.beat(heartbeat.START, self.iteration)
+        heartbeat.beat(heartbeat.FIRST_STEP, self.iteration)
         self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
         self.event(Event.MODEL_BUILT, parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)

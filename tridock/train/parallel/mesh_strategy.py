@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tridock.contracts import heartbeat
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints import sharded
 from tridock.train.checkpoints.snapshot import Write, state_on_host
@@ -185,7 +186,7 @@ class MeshStrategy:
             loss = self.pipeline.run(batches, train=False)
         else:
             (model,) = self.parts
-            pairs = map(inputs_and_labels, batches)
+            pairs = map(inputs_and_labels, heartbeat.touching(batches))
             compiled = self.experiment.train.compile
             loss = torch.stack([cross_entropy(model(it), labels, compiled=compiled) for it, labels in pairs]).mean()
         value = self._from_last_stage(loss)

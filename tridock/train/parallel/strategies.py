@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tridock.contracts import environment
+from tridock.contracts import environment, heartbeat
 from tridock.contracts.checkpoints import zero_file
 from tridock.contracts.run_folder import DEEPSPEED_CONFIG
 from tridock.engines.offload import Offload
@@ -212,7 +212,7 @@ class DistributedDataParallel:
             average_statistics(self.module)
             self.model.eval()
         # Not through DDP: an evaluation needs no communication.
-        return _mean([self._loss(self.module, batch) for batch in batches])
+        return _mean([self._loss(self.module, batch) for batch in heartbeat.touching(batches)])
 
     @torch.no_grad()
     def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor:
@@ -322,7 +322,7 @@ class Zero:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         self.engine.eval()
-        return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in batches])
+        return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in heartbeat.touching(batches)])
 
     @torch.no_grad()
     def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor:

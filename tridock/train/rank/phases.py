@@ -1,7 +1,8 @@
 """Measures a step by phase, without synchronization: by wall clock on a CPU, by events in the stream on a GPU.
 
 Every moment belongs to one phase, the innermost one, so the phases of a step add up to its time. On a GPU a phase is
-the device's time between two events, including idle time.
+the device's time between two events, including idle time. Each change of phase, of which a micro-batch has several, is
+progress to the supervisor.
 """
 
 import time
@@ -12,6 +13,8 @@ from typing import Final, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+from tridock.contracts import heartbeat
 
 DATA: Final = "data"
 FORWARD: Final = "forward"
@@ -44,6 +47,7 @@ class Phases:
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
         """Charges the enclosed time to this phase, except for nested phases. An evaluation ignores nested phases."""
+        heartbeat.touch()
         if self._stack[-1] == EVALUATION:
             yield
             return

@@ -190,7 +190,8 @@ def _bring_checkpoint(client: NodeClient, run: Run, folder: Path, home: Path, it
     for name in missing:
         asked[sources[name][0]].append(name)
     argv = ("tar", "-C", str(place / names[number]), "-c", "--null", "-T", "-")
-    commands = {node: client.inside(node, *argv, stdin="\0".join(own).encode()) for node, own in asked.items()}
+    names_of = {node: "\0".join(own).encode(errors="surrogateescape") for node, own in asked.items()}
+    commands = {node: client.inside(node, *argv, stdin=own) for node, own in names_of.items()}
     try:
         archives = _download_all(client, commands, folder, ".tar", f"fetch {run.run_id}", size)
     except ClusterError:

@@ -128,12 +128,14 @@ COPY entrypoint /opt/tridock/entrypoint
 ARG GIT_COMMIT=unknown
 ARG SOURCE=unknown
 ARG VERSION=unknown
-# In one layer, with what is compiled: this is what an edit sends to the hosts.
+# In one layer, with what is compiled: this is what an edit sends to the hosts. Files have the modes of the folder that
+# the image is built from: those of a clone made under umask 077 would be root's alone.
 RUN --mount=type=bind,source=tridock,target=/code/tridock \
     --mount=type=bind,source=tools/image-manifest.py,target=/image-manifest.py \
     cp -R /code/tridock /opt/tridock/ && python3 -m compileall -q /opt/tridock/tridock \
     && /opt/venv/bin/python /image-manifest.py --flavor "$FLAVOR" --base-image "$BASE_IMAGE" --git-commit "$GIT_COMMIT" --version "$VERSION" \
-        >/opt/tridock/manifest.json
+        >/opt/tridock/manifest.json \
+    && find /opt/tridock ! -type l ! -perm -o=r -exec chmod a+rX {} +
 LABEL org.opencontainers.image.title="tridock" \
     org.opencontainers.image.description="One node of a 3D-parallel training cluster: DeepSpeed, Megatron, sshd" \
     org.opencontainers.image.source="${SOURCE}" \

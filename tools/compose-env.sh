@@ -4,7 +4,8 @@
 #
 #   tools/compose-env.sh cpu|gpu IMAGE [FOLDER]
 set -Eeuo pipefail
-cd "${3:-$(dirname "$0")/..}"
+TOOLS=$(cd "$(dirname "$0")" && pwd)
+cd "${3:-$TOOLS/..}"
 
 readonly FLAVOR=$1 IMAGE=$2
 readonly BEGIN='# --- written by make image ---' END='# --- end ---'
@@ -20,6 +21,7 @@ trap 'rm -f "$partial"' EXIT
 } >"$partial"
 [[ ! -e .env ]] || chmod --reference .env "$partial"
 mv "$partial" .env
+"$TOOLS/compose.sh" || true # the image is there, also for hosts that need no Compose
 if [[ $FLAVOR == cpu ]] && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU'; then
     printf 'docker compose run trainer now trains on the CPU of this machine; for its GPUs: make image\n'
 fi

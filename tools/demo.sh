@@ -30,6 +30,7 @@ choose_experiment() {
 
 run_on_twin() {
   step "image: $image"
+  "$(dirname "$0")/compose.sh"
   make --no-print-directory image FLAVOR=cpu
   choose_experiment "the image" image_has_megatron
   step "data: this machine's Python standard library"
@@ -54,7 +55,7 @@ run_here() {
 sample() {
   if engine_answers; then
     # Without what Compose says of the network that it makes.
-    docker compose run --rm -T trainer tridock generate "$@" 2>.cache/demo-sample.log || { cat .cache/demo-sample.log >&2; return 3; }
+    "$(dirname "$0")/compose.sh" run --rm -T trainer tridock generate "$@" 2>.cache/demo-sample.log || { cat .cache/demo-sample.log >&2; return 3; }
   else
     tridock generate "$@"
   fi

@@ -29,3 +29,4 @@ for patch in "$PATCHES"/*.patch; do
 done
 patches=$(IFS=,; printf '%s' "${names[*]}")
 printf '{"source": "%s", "patches": [%s]}\n' "$(cat "$SOURCE/tridock-source" 2>/dev/null || echo unknown)" "$patches" >"$TARGET/tridock-source.json"
+chmod -R a+rX "$TARGET" # a source that was fetched under umask 077 is its owner's alone

@@ -35,7 +35,7 @@ run_in_image() {
     docker image inspect "$IMAGE" >/dev/null 2>&1 ||
         fail 3 "$IMAGE: the image is not on this machine; got $(docker image inspect "$IMAGE" 2>&1 | tail -n 1); build it with make image, or leave out IN=image"
     ! uses_gpus || files+=(--file docker-compose.gpu.yml)
-    TRIDOCK_IMAGE=$IMAGE exec docker compose "${files[@]}" run --rm --env DS_ACCELERATOR trainer "$@"
+    TRIDOCK_IMAGE=$IMAGE exec tools/compose.sh "${files[@]}" run --rm --env DS_ACCELERATOR trainer "$@"
 }
 
 case $WHERE in

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The scripts, in a folder whose `programs` come first on PATH."""
     (tmp_path / "tools").mkdir()
-    for script in ("on-devices.sh", "venv.sh"):
+    for script in ("compose.sh", "on-devices.sh", "venv.sh"):
         shutil.copy(ROOT / "tools" / script, tmp_path / "tools")
     program(tmp_path / "programs/make", 'echo "make $*"')
     program(tmp_path / "programs/docker", 'echo "docker $*"')
@@ -65,6 +65,14 @@ def test_the_image_gets_the_gpus_and_this_folder(project: Path) -> None:
     files = "--file docker-compose.yml --file docker-compose.gpu.yml"
     code, output, _ = run(project, "on-devices.sh", "image", "tridock:latest", "python", "-m", "pytest")
     assert (code, output) == (0, f"docker compose {files} run --rm --env DS_ACCELERATOR trainer python -m pytest\n")
+
+
+def test_without_the_compose_plugin(project: Path) -> None:
+    wrong = "unknown shorthand flag: 'f' in -f"
+    program(project / "programs/docker", f'[[ $1 != compose ]] || {{ echo "{wrong}" >&2; exit 125; }}')
+    code, output, errors = run(project, "on-devices.sh", "image", "tridock:latest", "true")
+    assert (code, output) == (3, "")
+    assert errors.startswith(f"docker compose: the Compose plugin is missing on this machine; got {wrong}; install ")
 
 
 def test_an_image_that_is_not_there(project: Path) -> None:

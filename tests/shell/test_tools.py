@@ -42,7 +42,8 @@ GPU = BLOCK.format(files="docker-compose.yml:docker-compose.gpu.yml", image="tri
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "tools").mkdir()
-    shutil.copy(ROOT / "tools/compose-env.sh", tmp_path / "tools")
+    for script in ("compose-env.sh", "compose.sh"):
+        shutil.copy(ROOT / "tools" / script, tmp_path / "tools")
     return tmp_path
 
 

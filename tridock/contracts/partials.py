@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Final
 
 from tridock import interrupts
+from tridock.contracts.file_locks import wait_for_lock
 
 _LOCK: Final = "lock"
+_LOCK_S: Final = 60.0
 
 
 def partial_of(path: Path, number: int | None = None, token: str | None = None) -> Path:
@@ -72,7 +74,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
     try:
         with (partial / "new").open("wb") as lock:
             with suppress(OSError):  # a file system without locks: nobody removes it
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                wait_for_lock(lock.fileno(), partial, _LOCK_S)
             (partial / "new").rename(partial / _LOCK)  # so that no other process gets it before
             (partial / "new").mkdir()
             yield partial / "new"

@@ -76,7 +76,7 @@ def is_supervised(folder: Path) -> bool:
     """Returns whether a living supervisor holds the run's lock."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)  # the disk may be read-only
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         # A shared lock: two readers at the same moment must not take each other for the supervisor.

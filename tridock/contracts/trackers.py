@@ -34,6 +34,9 @@ CREDENTIALS: Final[Mapping[str, tuple[str, ...]]] = {
 """The variables from which a tracker's library reads credentials; a key under another name is passed in the first."""
 
 
+_PYTHON_S: Final = 60.0
+
+
 @dataclass(frozen=True, slots=True)
 class Tracker:
     """A tracker in ``supervision.json``, from ``trackers`` of the experiment or the cluster."""
@@ -91,11 +94,11 @@ def find_python(module: str) -> str | None:
     found = [TRACKERS_PYTHON, beside, sys.executable, *filter(None, map(shutil.which, ("python", "python3")))]
     script = "import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or u.find_spec(sys.argv[1]) is None)"
     for python in dict.fromkeys(found):
-        if (
-            os.access(python, os.X_OK)
-            and not subprocess.run([python, "-P", "-c", script, module], capture_output=True, check=False).returncode
-        ):
-            return python
+        if os.access(python, os.X_OK):
+            with suppress(subprocess.TimeoutExpired):  # on a disk that hangs
+                argv = [python, "-P", "-c", script, module]
+                if not subprocess.run(argv, capture_output=True, timeout=_PYTHON_S, check=False).returncode:
+                    return python
     return None
 
 

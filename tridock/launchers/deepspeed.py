@@ -62,7 +62,7 @@ def without_steps(output: Iterable[bytes]) -> Iterator[bytes]:
         *lines, rest = (rest + part).split(b"\n")
         if shown := b"".join(line + b"\n" for line in lines if not _STEP.match(line)):
             yield shown
-        if len(rest) > run_folder.LONGEST_LINE:
+        if b"\r" in rest or len(rest) > run_folder.LONGEST_LINE:  # a progress bar overwrites its line
             yield rest
             rest = b""
     if rest:

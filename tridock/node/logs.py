@@ -16,6 +16,7 @@ from tridock.contracts.run_state import exit_code_of, is_supervised
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError, RunError, TridockError
 from tridock.node.agent.processes import find_processes
+from tridock.node.progress_lines import ProgressLines
 
 _POLL_S: Final = 0.05
 _CHUNK: Final = 1 << 16
@@ -82,7 +83,7 @@ def show_rank_logs(folder: Path, ranks: Sequence[int], *, follow: bool, prefix: 
 
     ``prefix`` puts ``rank N: `` before each line. Raises :class:`RequestError` for logs that are missing.
     """
-    tails = [_Tail(folder, rank, prefix) for rank in ranks]
+    tails = [_Tail(folder, rank, prefix, follow=follow) for rank in ranks]
     missing = [tail for tail in tails if not tail.log.path.is_file()]
     if missing and not follow:
         todo = "it may not have started, or on another node: see tridock status"
@@ -104,20 +105,17 @@ def show_rank_logs(folder: Path, ranks: Sequence[int], *, follow: bool, prefix: 
 class _Tail:
     """One rank's log, and the line of it that is not printed yet."""
 
-    def __init__(self, folder: Path, rank: int, prefix: bool) -> None:
+    def __init__(self, folder: Path, rank: int, prefix: bool, *, follow: bool) -> None:
         self.rank, self.log = rank, GrowingLog(folder / run_folder.rank_log(rank))
         self._prefix = f"rank {rank}: ".encode() if prefix else b""
-        self._line = b""
+        self._lines = ProgressLines() if prefix or follow else None  # else all of it, byte for byte
 
     def print_new(self, *, is_last: bool) -> None:
         """Prints new complete lines, as other ranks' lines come between; the last call prints an incomplete one too."""
-        while new := self.log.read(run_folder.LONGEST_LINE - len(self._line)):
-            text = self._line + new
-            whole = text.rfind(b"\n") + 1 or (len(text) if len(text) == run_folder.LONGEST_LINE else 0)
-            self._print(text[:whole])
-            self._line = text[whole:]
-        if is_last:
-            self._print(self._line)
+        while new := self.log.read(_CHUNK):
+            self._print(new if self._lines is None else self._lines.add(new))
+        if self._lines is not None:
+            self._print(self._lines.rest() if is_last else self._lines.state())
 
     def _print(self, text: bytes) -> None:
         for line in text.splitlines(keepends=True) if self._prefix else [text]:

@@ -2,9 +2,11 @@
 
 import os
 import re
+import select
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -13,10 +15,12 @@ from tridock.contracts import environment, run_folder
 from tridock.contracts.events import Cause, append_event
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RunError
+from tridock.node.progress_lines import INTERVAL_S, ProgressLines
 from tridock.node.supervisor.verdict import LOGIN_REFUSED, login_refused, signal_name
 
 _OTHERS_S: Final = 3.0
 """Seconds after the first failure in which the other nodes report their own."""
+_CHUNK: Final = 1 << 16
 _SSH_FAILED: Final = 255
 """ssh's own exit code. The remote command may still run; the node agent reports that."""
 
@@ -90,10 +94,24 @@ def _run(
     """``last``: receives the last line of the node's output with a word in it."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
-    for line in process.stdout:  # a whole line in one write: those of several nodes never mix
-        whole = line if line.endswith(b"\n") else line + b"\n"
-        sys.stdout.buffer.write(prefix + whole)
+    for line in _lines(process.stdout.fileno()):  # a whole line in one write: those of several nodes never mix
+        sys.stdout.buffer.write(prefix + line)
         sys.stdout.buffer.flush()
         if re.search(rb"\w", line):
             last[node] = line.decode(errors="replace").strip()
     ended.put((node, process.wait()))
+
+
+def _lines(output: int) -> Iterator[bytes]:
+    """Yields the lines that are read from a pipe, each with its end; of a progress bar a line now and then."""
+    lines = ProgressLines()
+    while True:
+        if not select.select([output], [], [], INTERVAL_S)[0]:
+            yield from filter(None, [lines.state()])
+        elif chunk := os.read(output, _CHUNK):
+            *whole, endless = lines.add(chunk).split(b"\n")
+            yield from (line + b"\n" for line in (*whole, *filter(None, [endless])))
+        else:
+            break
+    if rest := lines.rest():
+        yield rest + b"\n"

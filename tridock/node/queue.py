@@ -3,7 +3,6 @@
 No process waits. Every command that queues, ends or removes a run, or starts the node, starts the runs that can start.
 """
 
-import fcntl
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any, Final
 from tridock.contracts import environment, run_folder
 from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event
+from tridock.contracts.file_locks import wait_for_lock
 from tridock.contracts.node_answers import QueuedRun
 from tridock.contracts.records import read_object, read_plan, slots_of
 from tridock.contracts.run_state import LOCK, state_of
@@ -25,6 +25,8 @@ from tridock.errors import Problem, RequestError
 
 Slots = dict[str, set[int]]
 _START_S: Final = 120.0
+_LOCK_S: Final = 5 * _START_S
+"""Its holder may start several runs."""
 
 
 def enqueue(folder: Path) -> QueuedRun:
@@ -87,7 +89,7 @@ def _queue(folder: Path) -> Iterator[Path]:
     queue = folder.parent / run_folder.QUEUE
     queue.mkdir(parents=True, exist_ok=True)
     with (queue / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(lock.fileno(), queue, _LOCK_S)
         yield queue
 
 

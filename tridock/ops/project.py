@@ -1,6 +1,5 @@
 """A folder to work in, and the image, from the files that Tridock brings along; a checkout is not needed."""
 
-import fcntl
 import filecmp
 import os
 import shutil
@@ -8,10 +7,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
+from tridock.contracts import file_locks
 from tridock.errors import Problem, RequestError
 from tridock.project_files import ROOT, files_of, recipe_files, recipes, starter_files
+
+_LOCK_S: Final = 6 * 3600.0
+"""Another command's build, or its way to slow hosts, may take hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,13 @@ def build_image(options: ImageOptions, folder: Path) -> int:
 
 
 def wait_for_lock(lock: IO[str], what: str) -> None:
-    """Locks a file until it is closed; says ``what`` has it first, where another command does."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print(f"{what}; waiting for it", file=sys.stderr)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Locks a file until it is closed; says ``what`` has it first, where another command does.
+
+    Raises :class:`RequestError` if it still has it after hours.
+    """
+    if not file_locks.try_lock(lock.fileno()):
+        print(f"{what}, {file_locks.holder_of(lock.fileno())}; waiting for it", file=sys.stderr)
+        file_locks.wait_for_lock(lock.fileno(), what, _LOCK_S, "see whether that command hangs, and end it")
 
 
 def _run(root: Path, arguments: list[str], labels: str) -> int:

@@ -167,6 +167,8 @@ class SshHost(Host):
             process = self._keep(start())
             if process.begins(self._login.connect_timeout + _SHELL_S):
                 return process
+            if not process.has_ended():  # a connection of an earlier command may hang since its network was away
+                self.forget()
             process.end()
             text = self._jump_hosts_text() if _BEHIND_A_JUMP in process.text else process.text
             if is_refused_login(text) and not asked and _has_terminal():

@@ -166,12 +166,14 @@ def _recipients(settings: Sequence[Notification], position: Mapping[str, Any]) -
     import apprise
 
     for number, it in enumerate(settings):
-        service = apprise.Apprise()
-        if not service.add(os.environ.get(it.variable, "")):  # apprise's log would print the address
+        address = os.environ.get(it.variable, "")
+        if not apprise.Apprise().add(address):  # apprise's log would print the address
             say(f"notify[{number}]: is not an address that apprise knows; see docs/notifications.md")
             continue
 
-        def send(title: str, body: str, service: Any = service) -> bool:
+        def send(title: str, body: str, address: str = address) -> bool:
+            service = apprise.Apprise()  # one that failed keeps its login
+            service.add(address)
             return bool(service.notify(title=title, body=body))
 
         yield Recipient(it, send, **position.get(it.variable, {}))

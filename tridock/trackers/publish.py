@@ -43,7 +43,7 @@ class Tracker(Protocol):
         """Sends the documents and the summary, and marks the run as ended."""
 
     def close(self) -> None:
-        """Closes the connection, whatever its state."""
+        """Closes the connection, whatever its state, without an error; nothing of it reaches the next open."""
 
 
 @dataclass(slots=True)

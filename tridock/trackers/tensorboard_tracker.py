@@ -1,6 +1,7 @@
 """TensorBoard's event files through its own writer, for programs and logs that write none."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class TensorboardTracker:
         """Does nothing: TensorBoard shows no documents."""
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(Exception):  # its thread may have failed, such as on a full disk
+                writer.close()

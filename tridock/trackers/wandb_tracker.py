@@ -88,10 +88,14 @@ class WandbTracker:
         run.finish(exit_code=subject.exit_code())
 
     def close(self) -> None:
-        if self._run is not None:
-            run, self._run = self._run, None
+        run, self._run = self._run, None
+        if run is not None:
             with suppress(Exception):  # the connection itself may have failed
                 run.finish(exit_code=1)
+        # The library's own process keeps the run of an init that failed, and refuses its id: the next open needs a new
+        # process. One that has ended with an error would end this one.
+        with suppress(Exception, SystemExit):
+            wandb.teardown(exit_code=1)
 
 
 def _highest(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:

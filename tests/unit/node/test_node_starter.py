@@ -43,6 +43,14 @@ def test_one_node_needs_no_name(run: Run) -> None:
     assert run("echo one").stdout == "one\n"
 
 
+def test_a_progress_bar_comes_in_short_lines(run: Run) -> None:
+    done = run("for i in $(seq 999); do printf '\\r%3d%%|#####|' $i; done; echo", "printf 'two\\r\\n'")
+    first = [line for line in done.stdout.splitlines() if line.startswith("node-0: ")]
+    assert "node-1: two\n" in done.stdout
+    assert first[-1] == "node-0: 999%|#####|"
+    assert max(map(len, first)) < 30
+
+
 def test_the_first_failure_decides_and_the_others_may_still_speak(run: Run) -> None:
     done = run("sleep 1.5; echo late; exit 5", "exit 4")
     assert done.returncode == 4

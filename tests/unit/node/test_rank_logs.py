@@ -106,3 +106,23 @@ def test_lines_of_several_ranks_as_they_come_until_the_run_ends(make_run: MakeRu
         assert follow.stdout.read() == b"rank 1: last\n"
     assert follow.returncode == 0
     wait_until((folder / "exit_code").exists)
+
+
+def test_a_progress_bar_is_followed_by_its_states_and_whole_in_the_log(make_run: MakeRun) -> None:
+    folder = make_run(f'while [ ! -e "$FOLDER/go" ]; do sleep 0.05; done; {FINISHED}')
+    arguments = ["rank-logs", folder.name, "0", "--follow", "--workspace", str(folder.parent.parent)]
+    assert node("start", str(folder)).returncode == 0
+    with subprocess.Popen([sys.executable, "-m", "tridock.node", *arguments], stdout=subprocess.PIPE) as follow:
+        assert follow.stdout is not None
+        write(folder, 0, "\r  1%|   |")
+        assert follow.stdout.readline() == b"  1%|   |\n"
+        states = "".join(f"\r {percent}%|## |" for percent in range(2, 100))
+        write(folder, 0, states)
+        assert follow.stdout.readline() == b" 99%|## |\n"
+        write(folder, 0, "\r100%|###|\n")
+        assert follow.stdout.readline() == b"100%|###|\n"
+        (folder / "go").touch()
+        assert follow.stdout.read() == b""
+    wait_until((folder / "exit_code").exists)
+    words = [sys.executable, "-m", "tridock.node", *arguments[:3], *arguments[4:]]
+    assert subprocess.run(words, capture_output=True, check=True).stdout == (folder / "logs/rank-0.log").read_bytes()

@@ -265,6 +265,19 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path) == [rf"{tmp_path}: has a file whose name is not UTF-8; got caf\xe9.txt; {todo}"]
     (tmp_path / ".tridockignore").write_text("caf?.txt\n")
     assert set(read_code(tmp_path).files) == {".tridockignore"}
+    (tmp_path / ".tridockignore").write_bytes(b"caf\xe9.txt\n")
+    assert set(read_code(tmp_path).files) == {".tridockignore"}
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_a_name_of_two_lines_arrives(tmp_path: Path, repository: bool) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "new\nline").write_text("1")
+    if repository:
+        git(folder, "init", "-q")
+    place_code(read_code(folder), run := tmp_path / "runs" / "a-20260101-000000-0a1b")
+    assert [path.name for path in (run / "code").iterdir()] == ["new\nline"]
 
 
 @pytest.mark.parametrize(("replaced", "target"), [("sub/a", "../../key"), ("sub", "../other")])

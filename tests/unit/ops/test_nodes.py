@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -186,4 +187,21 @@ def test_a_health_check_that_cannot_run_is_not_taken_for_sshds_silence(
     assert str(caught.value) == (
         f"a: `its health check` failed with exit code 126; got {full.decode()}; "
         "free some space there (docker system df shows Docker's share; df -i the inodes)"
+    )
+
+
+def test_a_twin_without_the_compose_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("lab", "node-0 slots=1\n"), ("lab.yaml", "transport: compose\n"), ("docker-compose.yml", "")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "docker").write_text("#!/bin/sh\necho \"unknown shorthand flag: 'p' in -p\" >&2; exit 125\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    hosts = Hosts(load_cluster(tmp_path / "lab"))
+    hosts.cluster.state_folder.mkdir(parents=True)
+    twin = NodeClient(hosts, {"node-0": HostState(FACTS, IMAGE, None, None)})
+    with pytest.raises(ClusterError) as caught:
+        containers._compose(twin, Unlocked(hosts), (), {}, "up")
+    assert str(caught.value) == (
+        "docker compose: the Compose plugin is missing on this machine; got unknown shorthand flag: 'p' in -p; install "
+        "docker-compose-plugin (Debian and Ubuntu with Docker's packages) or docker-compose-v2 (Ubuntu's own)"
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tridock.errors import RunError
+from tridock.train.rank import device
 from tridock.train.rank.device import choose_device
 
 NOT_READY = (
@@ -99,3 +100,14 @@ def test_the_attention_of_base_image_24_12_is_not_cudnns(
         assert torch.backends.cuda.flash_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_driver_that_hangs(without_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_SMI_S", 0.2)
+    nvidia_smi(without_cuda, "exec /bin/sleep 300")
+    with pytest.raises(RunError) as caught:
+        choose_device(0)
+    assert str(caught.value) == (
+        "device: nvidia-smi does not say whether there are GPUs; got nothing within 0.2 s; see what the driver says "
+        "there (dmesg), or set DS_ACCELERATOR: cpu in the experiment's env"
+    )

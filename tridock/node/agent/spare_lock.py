@@ -1,6 +1,5 @@
 """Reserves a spare node for one run: the first to ask gets it, until the run's ranks have started there."""
 
-import fcntl
 import json
 import os
 import time
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import IO, Final
 
 from tridock.contracts import environment, run_folder
+from tridock.contracts.file_locks import wait_for_lock
 from tridock.node.agent.processes import find_processes
 
 RESERVED_S: Final = 300.0
+_LOCK_S: Final = 60.0
 _NAME: Final = "reservation.json"
 
 
@@ -48,7 +49,7 @@ def _path(folder: Path | None) -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[IO[str]]:
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(file.fileno(), path, _LOCK_S)
         yield file
 
 

@@ -67,6 +67,8 @@ def cuda_driver() -> CudaDriver:
     """
     try:
         driver = ctypes.CDLL(_library())
+    except subprocess.TimeoutExpired:
+        return CudaDriver(f"bash did not end within {_TIMEOUT_S:g} s: see what its start-up file does (BASH_ENV)")
     except OSError as error:
         return CudaDriver(str(error))
     count, version, text = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_char_p()
@@ -96,7 +98,7 @@ def _attribute(driver: ctypes.CDLL, number: int, attribute: int) -> int:
 
 def _library() -> str:
     argv = ["bash", "-c", 'printf %s "${LD_LIBRARY_PATH-}"']
-    path = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
+    path = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
     candidates = (Path(folder, _LIBRARY) for folder in path.split(":") if folder)
     return str(next((file for file in candidates if file.exists()), _LIBRARY))
 

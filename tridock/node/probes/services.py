@@ -8,8 +8,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tridock.contracts.trackers import LIBRARIES, NOTIFY, Reachable, find_python, has_wandb_login
+from tridock.errors import Problem, RequestError
 
 _PATIENCE_S: Final = 5.0
+_APPRISE_S: Final = 60.0
 _PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -43,9 +45,15 @@ def _unknown(notify: Mapping[str, str]) -> tuple[str, ...]:
     python = find_python(LIBRARIES[NOTIFY]) if notify else None
     if python is None:
         return ()
-    done = subprocess.run(
-        [python, "-P", "-c", _KNOWN], input=json.dumps(notify).encode(), capture_output=True, check=True
-    )
+    argv, given = [python, "-P", "-c", _KNOWN], json.dumps(notify).encode()
+    try:
+        done = subprocess.run(argv, input=given, capture_output=True, timeout=_APPRISE_S, check=True)
+    except subprocess.TimeoutExpired:
+        todo = f"see what delays `{python} -c 'import apprise'` there, or leave notify out"
+        got = f"nothing within {_APPRISE_S:g} s"
+        raise RequestError(
+            Problem("notify", "apprise does not say whether it knows the addresses", got, todo)
+        ) from None
     return tuple(json.loads(done.stdout))
 
 

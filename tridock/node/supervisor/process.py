@@ -3,7 +3,6 @@
 It holds the lock of :mod:`tridock.contracts.run_state` until it exits.
 """
 
-import fcntl
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import appends, heartbeat, process_records, run_folder
+from tridock.contracts.file_locks import try_lock, wait_for_lock
 from tridock.contracts.lease import EXPIRY_S, HeldLease, LeaseLostError, LeaseWatch
 from tridock.contracts.partials import partial_of
 from tridock.contracts.run_state import LOCK, RunState, exit_code_of, state_of
@@ -30,6 +30,7 @@ from tridock.node.supervisor.trackers import TrackerProcesses
 
 _POLL_S: Final = 0.2
 _ROOM_S: Final = 60.0
+_LOCK_S: Final = 60.0
 _REMOVED: Final = ".{}.removed"
 """A run's folder that is being removed."""
 
@@ -107,7 +108,7 @@ def _alone(runs: Path) -> Iterator[None]:
     lock = os.open(runs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # NFS locks no folders
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            wait_for_lock(lock, runs, _LOCK_S)
         yield
     finally:
         os.close(lock)
@@ -134,7 +135,7 @@ def _taken(folder: Path) -> int:
         todo = "launch again: every run has an id of its own"
         raise _refused(folder.name, "has been started already", "", todo) from None
     # Taken before the fork and inherited by the supervisor: the lock belongs to the open file, not the process.
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    wait_for_lock(lock, folder / LOCK, _LOCK_S)
     return lock
 
 
@@ -142,7 +143,7 @@ def _taken_again(folder: Path, patience_s: float) -> int:
     """Takes the lock and removes the records of the run's previous end."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + patience_s
-    while not _try_lock(lock):
+    while not try_lock(lock):
         if time.monotonic() >= deadline:
             os.close(lock)
             raise _refused(folder.name, "is already running", "", "wait for its end, or stop it")
@@ -155,14 +156,6 @@ def _taken_again(folder: Path, patience_s: float) -> int:
     for rank in heartbeat.ranks(folder):
         heartbeat.path_of(folder, rank).unlink(missing_ok=True)
     return lock
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def take_over(folder: Path, supervision: Supervision, lease: HeldLease, previous: str) -> None:
@@ -180,7 +173,7 @@ def _replace_lock(folder: Path) -> None:
     """Takes a new lock until this process exits: a file server may keep a lost node's lock for a long time."""
     partial = partial_of(folder / LOCK)
     lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    wait_for_lock(lock, partial, _LOCK_S)
     partial.replace(folder / LOCK)
 
 

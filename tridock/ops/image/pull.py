@@ -129,6 +129,7 @@ class Export:
     def _push(self) -> str:
         """Takes the image's manifest, and what the registry refuses. Returns why the engine cannot, else nothing."""
         registry, names = self.registry, dict[str, bytes]()
+        registry.failure = None  # of an earlier push
         for _ in ("manifests", "configurations"):
             done = self._local.run(Command.of("docker", "push", self._name))
             if registry.failure is not None:

@@ -238,7 +238,19 @@ def _compose(
     command = twin.command(client.states[hosts.head].facts, str(override), *arguments)
     done = lock.run(hosts.head, _unless_runs(client, changed, command), _DOCKER_TIMEOUT_S, LocalHost())
     _refused_by(done, hosts.head, "would be changed")
+    if done.exit_code:
+        _check_compose_plugin(LocalHost())
     replace(done, command="docker compose").checked("docker compose")
+
+
+def _check_compose_plugin(host: Host) -> None:
+    """Raises :class:`ClusterError` if the machine has no Compose: docker then complains of Compose's options."""
+    done = host.run(Command.of("docker", "compose", "version"), timeout=_PROBE_TIMEOUT_S)
+    if done.exit_code and done.exit_code != 127:  # no docker at all
+        got = done.stderr.decode(errors="replace").strip().splitlines()[:1]
+        todo = "install docker-compose-plugin (Debian and Ubuntu with Docker's packages) or docker-compose-v2"
+        what = "the Compose plugin is missing on this machine"
+        raise ClusterError(Problem("docker compose", what, "".join(got), f"{todo} (Ubuntu's own)"))
 
 
 def _recipes(hosts: Hosts, states: States, image_id: str) -> dict[str, str]:

@@ -170,7 +170,7 @@ def _found(folder: Path, left_out: list[str]) -> dict[str, tuple[Path, bool]]:
 
     ignored = GitIgnoreSpec.from_lines(_NEVER)
     own = folder / IGNORE_FILE
-    listed = GitIgnoreSpec.from_lines(own.read_text().splitlines() if own.is_file() else ())
+    listed = GitIgnoreSpec.from_lines(os.fsdecode(own.read_bytes()).splitlines() if own.is_file() else ())
     found: dict[str, tuple[Path, bool]] = {}
     problems: list[Problem] = []
     root = os.path.realpath(folder)

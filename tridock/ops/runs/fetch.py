@@ -1,13 +1,14 @@
 """Copies a run's folder to this machine from every node that has a part of it."""
 
 import os
+import re
 import shlex
 import sys
 import tarfile
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Final
@@ -155,7 +156,7 @@ def _unpack_all(run: Run, archives: Mapping[str, Path], folder: Path) -> set[str
         raise ClusterError(Problem(run.run_id, "its folder is on no node any more", "", todo))
     for checkpoint, manifest in found.items():
         ClusterError.raise_for(damage(checkpoint, manifest.here, manifest.here, read=True))
-        write_atomic(checkpoint / MANIFEST, manifest.to_bytes())
+        write_atomic(checkpoint / MANIFEST, manifest.to_bytes(), 0o666 & ~_umask())
     return left_out
 
 
@@ -190,7 +191,8 @@ def _bring_checkpoint(client: NodeClient, run: Run, folder: Path, home: Path, it
     for name in missing:
         asked[sources[name][0]].append(name)
     argv = ("tar", "-C", str(place / names[number]), "-c", "--null", "-T", "-")
-    commands = {node: client.inside(node, *argv, stdin="\0".join(own).encode()) for node, own in asked.items()}
+    names_of = {node: "\0".join(own).encode(errors="surrogateescape") for node, own in asked.items()}
+    commands = {node: client.inside(node, *argv, stdin=own) for node, own in names_of.items()}
     try:
         archives = _download_all(client, commands, folder, ".tar", f"fetch {run.run_id}", size)
     except ClusterError:
@@ -202,7 +204,7 @@ def _bring_checkpoint(client: NodeClient, run: Run, folder: Path, home: Path, it
         _unpack(node, archive, target)
         archive.unlink()
     ClusterError.raise_for(damage(target, entries, missing, read=True))
-    write_atomic(target / MANIFEST, Manifest(entries).to_bytes())
+    write_atomic(target / MANIFEST, Manifest(entries).to_bytes(), 0o666 & ~_umask())
     return number
 
 
@@ -273,7 +275,7 @@ def _download(node: str, host: Host, command: Command, file: IO[bytes], progress
 
 def _unpack(node: str, archive: Path, folder: Path) -> set[str]:
     """Unpacks files and folders below ``folder``, a hard link as a copy; returns the names of everything else."""
-    left_out = set[str]()
+    left_out, umask = set[str](), _umask()
     try:
         for entry, content in entries(archive):
             if entry.islnk() and not _is_gits(entry.name):
@@ -281,7 +283,7 @@ def _unpack(node: str, archive: Path, folder: Path) -> set[str]:
             if _is_gits(entry.name):
                 left_out.add(entry.name)
             elif content is not None:
-                mode = 0o755 if entry.mode & 0o100 else 0o644
+                mode = (0o777 if entry.mode & 0o100 else 0o666) & ~umask
                 with content:
                     write_below(folder, entry.name, content, mode, mtime=entry.mtime, durable=False)
             elif entry.isdir():
@@ -293,6 +295,14 @@ def _unpack(node: str, archive: Path, folder: Path) -> set[str]:
         todo = "remove what it names from the run's folder there, or try again"
         raise ClusterError(Problem(node, "sent an archive that cannot be unpacked", str(error), todo)) from None
     return left_out
+
+
+def _umask() -> int:
+    """Returns this process's umask. Setting it to learn it would change what other threads create meanwhile."""
+    with suppress(OSError):
+        if found := re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(found[1], 8)
+    return 0o077
 
 
 def _is_gits(name: str) -> bool:

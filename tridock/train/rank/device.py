@@ -2,12 +2,15 @@
 
 import os
 import subprocess
+from typing import Final
 
 import torch
 from torch.torch_version import TorchVersion
 
 from tridock.contracts.devices import MIG, VISIBLE, listed_devices
 from tridock.errors import Problem, RunError
+
+_SMI_S: Final = 120.0
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -59,7 +62,12 @@ def _reason() -> str:
 
 def _driver_lists_gpus() -> bool:
     try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+        argv = ["nvidia-smi", "--list-gpus"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_SMI_S, check=False)
     except OSError:
         return False
+    except subprocess.TimeoutExpired:
+        todo = "see what the driver says there (dmesg), or set DS_ACCELERATOR: cpu in the experiment's env"
+        got = f"nothing within {_SMI_S:g} s"
+        raise RunError(Problem("device", "nvidia-smi does not say whether there are GPUs", got, todo)) from None
     return done.returncode == 0 and bool(listed_devices(done.stdout))

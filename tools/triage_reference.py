@@ -11,6 +11,7 @@ BEGIN, END = "<!-- rules: written by make reference -->", "<!-- end of rules -->
 _PLACES = {
     "who": "the rank",
     "node": "its node",
+    "file": "…",
     "path": "…",
     "name": "…",
     "peer": "…",

@@ -12,7 +12,7 @@ from tridock.contracts.pretrained import StoredWeights
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 14
+PROTOCOL: Final = 15
 """Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
 notices; a node whose image has another version is then reported."""
 USAGE: Final = 2
@@ -365,6 +365,14 @@ class SshAnswer:
     err: str
 
 
+@dataclass(frozen=True, slots=True)
+class BuildLock:
+    """A lock of torch's extension builder that no process of the node holds, and the seconds since it was made."""
+
+    path: str
+    age_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickReport:
     """``node-report --quick``: the facts that every launch checks."""
@@ -411,6 +419,7 @@ class NodeReport(QuickReport):
     nccl_ib_disable: str | None
     no_reduction: str | None = None
     """Why this node's image cannot run the doctor's all-reduce, or None if it can."""
+    build_locks: tuple[BuildLock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

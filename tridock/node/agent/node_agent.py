@@ -13,7 +13,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,7 @@ from tridock.contracts.node_answers import Space, Stopped
 from tridock.contracts.rank_status import AgentMessage
 from tridock.contracts.rotated_logs import RANK_BYTES, rotate
 from tridock.contracts.supervision import Supervision
-from tridock.node.agent.leftovers import Leftovers, awaited_locks
+from tridock.node.agent.leftovers import Leftovers, LockWaits
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
@@ -40,6 +40,7 @@ _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
 _NOTE_S: Final = 2.0
 _NOTE_PATIENCE_S: Final = 1.0
+_CLEAR_PATIENCE_S: Final = 2.0
 """Seconds that a stop gives a disk that does not answer, before and after the processes end."""
 _DISK_PATIENCE_S: Final = 120.0
 """Seconds for which the agent may wait for a disk: a shared file system that fails over takes about a minute."""
@@ -74,7 +75,12 @@ def _pid_file(folder: Path, node: str) -> Path:
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
     """Does some work in a thread, which is left to itself where a disk keeps it waiting."""
-    thread = threading.Thread(target=work, daemon=True)
+
+    def attempt() -> None:
+        with suppress(OSError):
+            work()
+
+    thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
 
@@ -101,6 +107,7 @@ class NodeAgent:
         # A scheduler sends the latter two to all processes of its job; the agent ends with its supervisor.
         for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
+        self._clear()  # of a run that died with its agent; this one's ranks are not so far yet
         for work in (self._say_alive, self._limit_logs, self._note_leftovers):
             threading.Thread(target=work, daemon=True).start()
         try:
@@ -165,16 +172,19 @@ class NodeAgent:
 
     def _stop(self, grace_s: float) -> tuple[Stopped, tuple[str, ...]]:
         """Ends the run's processes here and removes what they leave; returns the numbers and the removed paths."""
+        _within(_NOTE_PATIENCE_S, self._note)
+        stopped = stop_processes(self._folder.name, grace_s)
+        return stopped, self._clear()
+
+    def _clear(self) -> tuple[str, ...]:
         removed: list[str] = []
 
         def clear() -> None:
-            with self._at_leftovers, suppress(OSError):
+            with self._at_leftovers:
                 removed.extend(self._leftovers.clear())
 
-        _within(_NOTE_PATIENCE_S, self._note)
-        stopped = stop_processes(self._folder.name, grace_s)
-        _within(_NOTE_PATIENCE_S, clear)
-        return stopped, tuple(removed)
+        _within(_CLEAR_PATIENCE_S, clear)
+        return tuple(removed)
 
     def _is_stopped(self) -> bool:
         """Whether a user has stopped the run here since: its head may not be in the hostfile."""
@@ -200,25 +210,17 @@ class NodeAgent:
             launch, age_s = int(arguments[0]), float(arguments[1])
             self._missed_launch = launch if container_age_s() < age_s else 0
         elif verb == "stacks":
-            stacks = self._monitor.stacks(ranks := [int(rank) for rank in arguments])
-            self._print(AgentMessage(stacks=stacks, build_locks=self._build_locks(ranks, stacks)))
+            waits, ranks = LockWaits(self._folder), [int(rank) for rank in arguments]
+            stacks = self._monitor.stacks(ranks)
+            locks: dict[int, str] = {}
+            _within(_CLEAR_PATIENCE_S, lambda: locks.update(waits.read(ranks, stacks)))
+            self._print(AgentMessage(stacks=stacks, build_locks=dict(locks)))
         elif verb == "signal":
             self._monitor.send_signal(signal.Signals[arguments[0]])
         elif verb == "stop":
             stopped, removed = self._stop(float(arguments[0]))
             self._monitor.reset()
             self._print(AgentMessage(stopped=stopped, removed=removed))
-
-    def _build_locks(self, ranks: Sequence[int], stacks: Mapping[int, tuple[str, ...]]) -> dict[int, str]:
-        """Returns the locks that no process here holds and that ranks wait for, by rank."""
-        found: dict[int, str] = {}
-
-        def search() -> None:
-            with suppress(OSError):
-                found.update(awaited_locks(self._folder, ranks, stacks))
-
-        _within(_NOTE_PATIENCE_S, search)
-        return dict(found)
 
     def _print(self, message: AgentMessage) -> None:
         with suppress(OSError), self._printing:  # the supervisor has disconnected: the next read of orders notices

@@ -10,7 +10,7 @@ from typing import Final, Self
 
 _PROC: Final = Path("/proc")
 _HOLD_NOTHING: Final = frozenset({"(sd-pam)", "gpg-agent", "ssh", "ssh-agent", "sshd", "sshd-auth", "sshd-session"})
-"""Programs that hide their files from their own user, and neither compile nor train."""
+"""Programs that hide their files from their own user, and neither compile nor train; so may process 1."""
 _LOCAL: Final = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 # The numbers that Linux gives the first namespaces: include/linux/proc_ns.h.
 _FIRST_IPC: Final = "ipc:[4026531839]"
@@ -50,12 +50,13 @@ def held(files: Collection[OwnFile], pids: Iterable[int] | None = None) -> set[O
     """
     by_number = {file.number: file for file in files}
     names = {file.path.name for file in files}
+    mapped = {file.path.name for file in files if file.bytes}
     found: set[OwnFile] = set()
     for pid in _pids() if pids is None and files else pids or ():
         try:
-            found |= {by_number[number] for number in _numbers(pid, names) if number in by_number}
+            found |= {by_number[number] for number in _numbers(pid, names, mapped) if number in by_number}
         except PermissionError:
-            if pids is None and _is_own(pid):
+            if pids is None and pid != 1 and _is_own(pid):
                 return set(files)
         except OSError:
             continue  # it has ended
@@ -68,18 +69,22 @@ def _pids() -> Iterator[int]:
     return (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal())
 
 
-def _numbers(pid: int, names: Collection[str]) -> Iterator[tuple[int, int]]:
-    """Yields device and inode of the files with one of these ``names`` that a process holds."""
+def _numbers(pid: int, names: Collection[str], mapped: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Yields device and inode of the files that a process has open with one of these ``names``, or ``mapped``."""
     for descriptor in (_PROC / str(pid) / "fd").iterdir():
         with suppress(OSError):  # closed since
             if descriptor.readlink().name in names:
                 opened = descriptor.stat()
                 yield opened.st_dev, opened.st_ino
-    # Each line: addresses, permissions, offset, device, inode, path.
-    for line in (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines():
-        fields = line.split(None, 5)
-        if len(fields) == 6 and Path(fields[5]).name in names:
-            major, minor = (int(part, 16) for part in fields[3].split(":"))
+    if not mapped:
+        return
+    # Each line: addresses, permissions, offset, device, inode, path. A rank has thousands.
+    maps = (_PROC / str(pid) / "maps").read_bytes()
+    ends = [ending for name in mapped if (ending := b"/%s\n" % os.fsencode(name)) in maps]
+    for line in maps.splitlines(keepends=True) if ends else ():
+        if line.endswith(tuple(ends)):
+            fields = line.split(None, 5)
+            major, minor = (int(part, 16) for part in fields[3].split(b":"))
             yield os.makedev(major, minor), int(fields[4])
 
 

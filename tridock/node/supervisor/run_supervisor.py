@@ -51,7 +51,7 @@ _TERM_S: Final = 2.5
 """Seconds between SIGTERM and SIGKILL."""
 _STOP_PATIENCE_S: Final = 6.0
 _STOPPED_PATIENCE_S: Final = 20.0
-_STACKS_PATIENCE_S: Final = 3.0
+_STACKS_PATIENCE_S: Final = 5.0
 _LAST_WORD_S: Final = 1.5
 _SILENT_S: Final = 3.0
 """Seconds: nodes report once a second, so one silent for this long may be lost."""

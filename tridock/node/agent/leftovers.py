@@ -125,7 +125,7 @@ class LockWaits:
         for pid, before in self._before.items():
             environ = environment_of(pid)
             rank = rank_of(environ)
-            if rank in ranks and (stacks.get(rank) or least <= _wakeups(pid) - before <= most):
+            if rank is not None and rank in ranks and (stacks.get(rank) or least <= _wakeups(pid) - before <= most):
                 waiting.setdefault(rank, set()).update(extension_folders(environ))
         found: dict[int, str] = {}
         for rank in ranks:

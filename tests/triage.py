@@ -13,6 +13,7 @@ PROVOKED: Final = {
     "oom-killed": _CONTAINERS,
     "shared-memory-too-small": _CONTAINERS,
     "rank-stopped": _RANKS,
+    "build-locked": "distributed/test_leftovers.py",
     "host-out-of-memory": _RANKS,
     "too-many-open-files": _RANKS,
     "too-many-processes": _RANKS,

@@ -12,6 +12,7 @@ _PLACES = {
     "who": "the rank",
     "node": "its node",
     "killed": "its node",
+    "file": "…",
     "path": "…",
     "name": "…",
     "peer": "…",

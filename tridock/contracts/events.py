@@ -36,7 +36,7 @@ class Event(StrEnum):
     RUN_FAILED = "run_failed"  # rank, cause, reason, problem? (where, what, got, todo), agreed?, consequence?
     # Written by the supervisor.
     RANK_DIED = "rank_died"  # rank, node, exit_code, cause, reason
-    RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason
+    RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason, path? (the file that it waits for)
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
     NODE_FAILED = "node_failed"  # node, cause, reason: its program, its setup, or the head's login
@@ -91,6 +91,7 @@ class Cause(StrEnum):
     RANK_HUNG = "rank_hung"
     COLLECTIVE_HUNG = "collective_hung"
     PROGRAM_SILENT = "program_silent"  # your own program without heartbeats: no output and no processor time
+    BUILD_LOCKED = "build_locked"  # it waits for the lock of torch's extension builder that nothing holds
     NODE_SILENT = "node_silent"
     SSH_SESSION_LOST = "ssh_session_lost"
     LAUNCHER_EXITED = "launcher_exited"
@@ -115,7 +116,8 @@ _EVENTS = {
         Event.RANK_DIED,
     ),
     **dict.fromkeys(
-        (Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG, Cause.PROGRAM_SILENT), Event.RANK_HUNG
+        (Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG, Cause.PROGRAM_SILENT, Cause.BUILD_LOCKED),
+        Event.RANK_HUNG,
     ),
     **dict.fromkeys((Cause.NODE_SILENT, Cause.SSH_SESSION_LOST), Event.NODE_LOST),
     **dict.fromkeys(

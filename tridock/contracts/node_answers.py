@@ -367,6 +367,14 @@ class SshAnswer:
     err: str
 
 
+@dataclass(frozen=True, slots=True)
+class BuildLock:
+    """A lock of torch's extension builder that no process of the node holds, and the seconds since it was made."""
+
+    path: str
+    age_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickReport:
     """``node-report --quick``: the facts that every launch checks."""
@@ -413,6 +421,7 @@ class NodeReport(QuickReport):
     nccl_ib_disable: str | None
     no_reduction: str | None = None
     """Why this node's image cannot run the doctor's all-reduce, or None if it can."""
+    build_locks: tuple[BuildLock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Messages from a node's agent to the supervisor of a run, one line of JSON each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tridock.contracts.node_answers import Space, Stopped
 
@@ -46,7 +46,11 @@ class AgentMessage:
     """Sent with the ranks: the node's disk that holds the run's folder; None if it is the head's disk."""
     stacks: Mapping[int, tuple[str, ...]] | None = None
     """Frames of each rank's main thread as ``file:line in function``, innermost first."""
+    build_locks: Mapping[int, str] = field(default_factory=dict)
+    """Sent with the stacks: the lock of torch's extension builder that a rank waits for and no process holds."""
     stopped: Stopped | None = None
+    removed: tuple[str, ...] = ()
+    """Sent with ``stopped``: files that the processes had left."""
     stop_asked: bool = False
     """Sent with the ranks: whether a user has stopped the run here since the agent began."""
     missed_launch: int = 0

@@ -1,6 +1,7 @@
 """Matches the facts to a rule of ``rules.yaml``, and writes the report for the user. Pure."""
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from tridock.yaml_text import parse_yaml
 class Rule:
     """One known failure: a cause code of Tridock's, or a pattern of upstream's messages.
 
-    ``cause`` and ``remedy`` may name ``{who}``, ``{node}`` and the named groups of ``says``.
+    ``cause`` and ``remedy`` may name ``{who}``, ``{node}``, the ``{file}`` of the failure's event, and the named groups
+    of ``says``.
     """
 
     name: str
@@ -123,6 +125,7 @@ def _made(rule: Rule, facts: Facts, match: re.Match[str] | None, where: str) -> 
     groups = {} if match is None else {name: value or "" for name, value in match.groupdict().items()}
     known = {**{name: printable(value) for name, value in groups.items()}, "who": facts.who, "node": _node(facts)}
     known["killed"] = ", ".join(map(printable, facts.killed))
+    known["file"] = shlex.quote(_CONTROL.sub("", facts.file))
     line = "" if match is None or not where else f"{printable(_line(match))} ({where})"
     cause = _filled(rule.cause, known).rstrip(": ")
     notes = [facts.planned] if rule.memory and facts.planned else []

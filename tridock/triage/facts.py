@@ -61,6 +61,11 @@ class Facts:
         return "" if self.failure is None else str(self.failure.event.get("cause", ""))
 
     @property
+    def file(self) -> str:
+        """The file that the failure's event names; empty if it names none."""
+        return "" if self.failure is None else str(self.failure.event.get("path", ""))
+
+    @property
     def own_error(self) -> Problem | None:
         """The Tridock error that made the run fail, which includes a remedy; None if it is only a consequence."""
         if self.failure is None or self.failure.event.get("consequence"):

@@ -18,6 +18,7 @@ from tridock.node.supervisor.verdict import (
     HangLimits,
     RankStatus,
     Verdict,
+    build_locked,
     first_death,
     first_gone,
     hung,
@@ -359,3 +360,15 @@ def test_worlds_that_do_not_know_of_each_other(
     assert (found.node if found else None) == node
     assert found is None or found.code == 2
     assert separate_worlds({"a": a}, {"a": (0,)}, per_slot=False) is None
+
+
+def test_a_rank_that_waits_for_a_lock_that_nothing_holds() -> None:
+    seen = {"a": [observed(0, alive=False), observed(1)], "b": [observed(2)]}
+    assert build_locked(seen, {}) is None
+    assert build_locked(seen, {0: "/x/lock"}) is None  # it has ended since
+    found = build_locked(seen, {1: "/x/lock", 2: "/y/lock"})
+    assert found is not None
+    assert (
+        str(found) == "rank 1 on a waits for /x/lock, a lock of torch's extension builder that no process there holds"
+    )
+    assert (found.cause, found.path, found.cause.event) == (Cause.BUILD_LOCKED, "/x/lock", Event.RANK_HUNG)

@@ -308,3 +308,11 @@ def test_a_lost_node_tells_more_than_the_rank_that_lost_it() -> None:
     lost = {"event": "node_lost", "cause": Cause.NODE_SILENT, "node": "b", "reason": "has not answered for 20 s"}
     events = f"{json.dumps(died)}\n{json.dumps(lost)}\n"
     assert diagnose(facts_of({"a": Evidence(events=events)}, "a", 4)).rule == "node-lost"
+
+
+def test_a_lock_of_the_builder_is_named_with_the_command_that_removes_it() -> None:
+    path = "/home/user/.cache/torch_extensions/py311_cu128/my ext/lock"
+    event = Facts(4, FirstFailure(2, "b", "waits", seen=True, event={"cause": Cause.BUILD_LOCKED, "path": path}))
+    found = diagnose(event)
+    assert found.rule == "build-locked"
+    assert found.remedy.startswith(f"remove it on b if it is still there: rm -f -- '{path}'; ")

@@ -13,6 +13,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -21,10 +22,11 @@ from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.codec import encode
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import newest
-from tridock.contracts.node_answers import Space
+from tridock.contracts.node_answers import Space, Stopped
 from tridock.contracts.rank_status import AgentMessage
 from tridock.contracts.rotated_logs import RANK_BYTES, rotate
 from tridock.contracts.supervision import Supervision
+from tridock.node.agent.leftovers import Leftovers, LockWaits
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
@@ -36,6 +38,10 @@ SILENCE_S: Final = 25.0
 _TICK_S: Final = 0.1
 _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
+_NOTE_S: Final = 2.0
+_NOTE_PATIENCE_S: Final = 1.0
+_CLEAR_PATIENCE_S: Final = 2.0
+"""Seconds that a stop gives a disk that does not answer, before and after the processes end."""
 _DISK_PATIENCE_S: Final = 120.0
 """Seconds for which the agent may wait for a disk: a shared file system that fails over takes about a minute."""
 
@@ -67,6 +73,18 @@ def _pid_file(folder: Path, node: str) -> Path:
     return folder / heartbeat.FOLDER / f"agent-{node}"
 
 
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Does some work in a thread, which is left to itself where a disk keeps it waiting."""
+
+    def attempt() -> None:
+        with suppress(OSError):
+            work()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
 class NodeAgent:
     """Watches a node's ranks until ``bye``, until another agent replaces it, or until it has ended the ranks."""
 
@@ -74,6 +92,7 @@ class NodeAgent:
         supervision = Supervision.read(folder)
         self._folder, self._node, self._on_head = folder, node, node == supervision.head
         self._monitor = RankMonitor(folder, supervision.ranks[node], observed=supervision.observed, node=node)
+        self._leftovers, self._at_leftovers = Leftovers(folder.name), threading.Lock()
         self._partial_line = b""
         self._connected = True
         self._released = False
@@ -88,7 +107,8 @@ class NodeAgent:
         # A scheduler sends the latter two to all processes of its job; the agent ends with its supervisor.
         for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        for work in (self._say_alive, self._limit_logs):
+        self._clear()  # of a run that died with its agent; this one's ranks are not so far yet
+        for work in (self._say_alive, self._limit_logs, self._note_leftovers):
             threading.Thread(target=work, daemon=True).start()
         try:
             return self._watch()
@@ -144,6 +164,31 @@ class NodeAgent:
                 with suppress(OSError):  # the disk is full
                     rotate(self._folder / run_folder.rank_log(rank), RANK_BYTES)
 
+    def _note_leftovers(self) -> None:
+        """Notes what this node's ranks would leave if they were killed."""
+        while not self._ended.wait(_NOTE_S):
+            self._note()
+
+    def _note(self) -> None:
+        with self._at_leftovers, suppress(OSError):
+            self._leftovers.note()
+
+    def _stop(self, grace_s: float) -> tuple[Stopped, tuple[str, ...]]:
+        """Ends the run's processes here and removes what they leave; returns the numbers and the removed paths."""
+        _within(_NOTE_PATIENCE_S, self._note)
+        stopped = stop_processes(self._folder.name, grace_s)
+        return stopped, self._clear()
+
+    def _clear(self) -> tuple[str, ...]:
+        removed: list[str] = []
+
+        def clear() -> None:
+            with self._at_leftovers:
+                removed.extend(self._leftovers.clear())
+
+        _within(_CLEAR_PATIENCE_S, clear)
+        return tuple(removed)
+
     def _is_stopped(self) -> bool:
         """Whether a user has stopped the run here since: its head may not be in the hostfile."""
         with suppress(OSError):
@@ -168,13 +213,17 @@ class NodeAgent:
             launch, age_s = int(arguments[0]), float(arguments[1])
             self._missed_launch = launch if container_age_s() < age_s else 0
         elif verb == "stacks":
-            self._print(AgentMessage(stacks=self._monitor.stacks([int(rank) for rank in arguments])))
+            waits, ranks = LockWaits(self._folder), [int(rank) for rank in arguments]
+            stacks = self._monitor.stacks(ranks)
+            locks: dict[int, str] = {}
+            _within(_CLEAR_PATIENCE_S, lambda: locks.update(waits.read(ranks, stacks)))
+            self._print(AgentMessage(stacks=stacks, build_locks=dict(locks)))
         elif verb == "signal":
             self._monitor.send_signal(signal.Signals[arguments[0]])
         elif verb == "stop":
-            stopped = stop_processes(self._folder.name, float(arguments[0]))
+            stopped, removed = self._stop(float(arguments[0]))
             self._monitor.reset()
-            self._print(AgentMessage(stopped=stopped))
+            self._print(AgentMessage(stopped=stopped, removed=removed))
 
     def _print(self, message: AgentMessage) -> None:
         with suppress(OSError), self._printing:  # the supervisor has disconnected: the next read of orders notices
@@ -186,6 +235,6 @@ class NodeAgent:
         if find_processes(self._folder.name):
             reason = f"heard nothing from the head for {silence_s:.0f} s"
             append_event(self._folder, Event.HEAD_LOST, node=self._node, cause=Cause.HEAD_SILENT, reason=reason)
-            stop_processes(self._folder.name, _GRACE_S)
+            self._stop(_GRACE_S)
             # A head that returns must not take this for an exit of the ranks themselves.
             self._monitor.reset()

@@ -13,6 +13,7 @@ from tridock.contracts.records import read_object
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import CudaDriver, accelerators, cuda_driver, infiniband
+from tridock.node.probes.build_locks import stale_locks
 from tridock.node.probes.interfaces import network
 from tridock.node.probes.limits_and_space import cores, shared_memory, soft_limit, space, write_error
 from tridock.node.probes.ssh_mesh_probe import greet_nodes
@@ -53,6 +54,7 @@ def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> QuickRepo
         rendezvous=ports.rendezvous_port(),
         nccl_ib_disable=os.environ.get("NCCL_IB_DISABLE"),
         no_reduction=no_reduction(),
+        build_locks=stale_locks(),
     )
 
 

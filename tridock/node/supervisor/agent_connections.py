@@ -186,6 +186,10 @@ class AgentConnections:
             reach, patience_s = (supervision.reach, _FIRST_ANSWER_S) if remote else (Reach(), 0.0)
             command, ranks = reach.command(node, "agent", str(folder), node), supervision.ranks.get(node, ())
             self._nodes[node] = _Connection(node, ranks, command, patience_s)
+        self.build_locks: dict[int, str] = {}
+        """By rank, the lock of torch's extension builder that it waited for at the last request of stacks."""
+        self.removed: dict[str, list[str]] = {}
+        """By node, the files that the last stop removed because the run's processes had left them."""
         self._selector = selectors.DefaultSelector()
         self._polled = time.monotonic()
         self._launch = (0, self._polled)
@@ -264,15 +268,20 @@ class AgentConnections:
         return {node: connection.ssh_error for node, connection in self._nodes.items()}
 
     def stacks(self, ranks: Sequence[int], patience_s: float) -> dict[int, tuple[str, ...]]:
-        """Returns the stacks of ranks, from all nodes that answer in time."""
+        """Returns the stacks of ranks, from all nodes that answer in time; notes the build locks they wait for."""
         answers = self._ask(f"stacks {' '.join(map(str, ranks))}", lambda message: message.stacks, patience_s)
+        said = [answer for connection in self._nodes.values() for answer in connection.answers]
+        self.build_locks = {rank: path for answer in said for rank, path in answer.build_locks.items()}
         return {rank: frames for stacks in answers.values() for rank, frames in stacks.items()}
 
     def stop(self, grace_s: float, patience_s: float) -> dict[str, int]:
         """Ends the run's processes on every node; returns how many remain on each node that answers in time."""
         answers = self._ask(f"stop {grace_s}", lambda message: message.stopped, patience_s)
-        for connection in self._nodes.values():
+        self.removed = {}
+        for node, connection in self._nodes.items():
             connection.statuses = ()
+            if paths := [path for answer in connection.answers for path in answer.removed]:
+                self.removed[node] = paths
         return {node: stopped.remaining for node, stopped in answers.items()}
 
     def launched(self) -> None:

@@ -34,6 +34,7 @@ from tridock.node.supervisor.verdict import (
     HangLimits,
     StatusByNode,
     Verdict,
+    build_locked,
     each,
     first_death,
     first_gone,
@@ -53,7 +54,7 @@ _TERM_S: Final = 2.5
 """Seconds between SIGTERM and SIGKILL."""
 _STOP_PATIENCE_S: Final = 6.0
 _STOPPED_PATIENCE_S: Final = 20.0
-_STACKS_PATIENCE_S: Final = 3.0
+_STACKS_PATIENCE_S: Final = 5.0
 _LAST_WORD_S: Final = 1.5
 _FIRST_REPORT_S: Final = 20.0
 """Seconds for the agents of your own program to start and report after its launcher has ended."""
@@ -61,6 +62,7 @@ _REPORTS_S: Final = 5.0
 """Seconds for all nodes to report after a rank's end: agents wait for the record of an end."""
 _SILENT_S: Final = 3.0
 """Seconds: nodes report once a second, so one silent for this long may be lost."""
+_SHOWN: Final = 5
 _FIT_PATIENCE_S: Final = 120.0
 _MAY_FOLLOW: Final = (Cause.RANK_EXITED, Cause.RANK_GONE, Cause.PROGRAM_FAILED)
 """A program that loses a node may end with an error before the node's silence is noticed."""
@@ -253,7 +255,9 @@ class RunSupervisor:
         seen = self._agents.statuses()
         # Checked again: the rank may have continued before the stacks arrived.
         overdue = overdue_ranks(seen, limits)
-        return hung(seen, overdue, stacks, limits) if overdue else None
+        if not overdue:
+            return None
+        return build_locked(seen, self._agents.build_locks) or hung(seen, overdue, stacks, limits)
 
     @property
     def _limits(self) -> HangLimits:
@@ -312,10 +316,18 @@ class RunSupervisor:
         as well.
         """
         self._lease.check()
-        remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
+        remaining = self._stop()
         self._started.kill()
         if any(remaining.values()):
             self._print(f"processes that do not end: {_counted(remaining)}")
+
+    def _stop(self) -> dict[str, int]:
+        """Ends the run's processes on all nodes; returns how many remain on each, and says what they had left."""
+        remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
+        for node, paths in self._agents.removed.items():
+            more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+            self._print(f"removed what killed processes had left on {node}: {', '.join(paths[:_SHOWN])}{more}")
+        return remaining
 
     def _wait_for_launcher(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -387,6 +399,7 @@ class RunSupervisor:
         own = verdict.cause in (Cause.LOGIN_REFUSED, Cause.SEPARATE_WORLDS) and self._failed_node(verdict.code) is None
         if verdict.cause.event not in known or own:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
+            about["path"] = verdict.path
             given = {name: value for name, value in about.items() if value is not None}
             append_event(self._folder, verdict.cause.event, **given, reason=verdict.reason)
         self._print(str(verdict))
@@ -467,7 +480,7 @@ class RunSupervisor:
         return None
 
     def _obstacle(self) -> str | None:
-        remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
+        remaining = self._stop()
         self._silent = [node for node in self._supervision.watched if node not in remaining]
         if self._silent:
             error = self._agents.ssh_errors()[self._silent[0]]

@@ -41,6 +41,8 @@ class Verdict:
     code: int = RunError.exit_code
     asked_to_end: bool = False
     """Whether SIGTERM ended the rank, which a launcher sends after losing another node."""
+    path: str | None = None
+    """The file on the node that is the reason."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank} on {self.node}" if self.rank is not None else self.node or "the launcher"
@@ -273,6 +275,15 @@ def _silent(overdue: Sequence[tuple[str, RankStatus]], limits: HangLimits) -> Ve
     others = f", as well as {count(len(overdue) - 1, 'other rank')}" if len(overdue) > 1 else ""
     how = f"is silent{others}: no output and no processor time for {status.age_s:.0f} s (limit {limits.hang_s:.0f} s)"
     return Verdict(Cause.PROGRAM_SILENT, how, node, status.rank)
+
+
+def build_locked(statuses_by_node: StatusByNode, locks: Mapping[int, str]) -> Verdict | None:
+    """Returns the first living rank that waits for a lock of torch's extension builder; ``locks``: paths by rank."""
+    for node, status in each(statuses_by_node):
+        if status.alive and (path := locks.get(status.rank)) is not None:
+            how = f"waits for {path}, a lock of torch's extension builder that no process there holds"
+            return Verdict(Cause.BUILD_LOCKED, how, node, status.rank, path=path)
+    return None
 
 
 def _odd_ones(

@@ -1,5 +1,6 @@
 """Shared memory, disk, limits and cores of a node against the ranks that will run there. Pure."""
 
+import shlex
 from collections.abc import Iterator
 from typing import Final
 
@@ -65,6 +66,11 @@ def limit_findings(cluster: Cluster, node: str, report: NodeReport) -> Iterator[
         todo = "set container.ulimits.memlock: -1 in the settings, then tridock up"
         problem = Problem(node, "limits locked memory", size_text(report.memlock), todo)
         yield fail("limits", problem, "InfiniBand sends from locked memory; NCCL fails to register its buffers")
+    for lock in report.build_locks:
+        what = "has a lock of torch's extension builder that no process there holds"
+        todo = f"remove it if no process of another machine compiles there: rm -- {shlex.quote(lock.path)}"
+        problem = Problem(node, what, f"{lock.path}, made {lock.age_s / 60:.0f} min ago", todo)
+        yield warn("limits", problem, "a killed process left it; every rank that builds the extension waits for it")
     if not report.on_gpus and report.cores < ranks:
         todo = "give it fewer slots in the hostfile"
         problem = Problem(node, f"has fewer cores than its {ranks} slots", str(report.cores), todo)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.ops.checks.lab import GB, make_cluster, node_report, shown
-from tridock.contracts.node_answers import Infiniband, Space
+from tridock.contracts.node_answers import BuildLock, Infiniband, Space
 from tridock.errors import OUT_OF_INODES
 from tridock.ops.checks import limits
 
@@ -105,3 +105,12 @@ def test_the_open_files_that_a_large_world_needs(tmp_path: Path) -> None:
         "warn  host-2: allows few open files for 4096 ranks; got 65536; "
         "set container.ulimits.nofile: 66560 in the settings, then tridock up"
     )
+
+
+def test_a_lock_that_a_killed_compiler_has_left(tmp_path: Path) -> None:
+    left = node_report(build_locks=(BuildLock("/root/my ext/lock", 1200.0),))
+    assert shown(limits.limit_findings(make_cluster(tmp_path), "host-2", left)) == [
+        "warn  host-2: has a lock of torch's extension builder that no process there holds; "
+        "got /root/my ext/lock, made 20 min ago; "
+        "remove it if no process of another machine compiles there: rm -- '/root/my ext/lock'"
+    ]

@@ -13,6 +13,9 @@ from tests.distributed.ranks import Finished, Started, imports_of, losses, make_
 from tests.distributed.test_local_disks import CORE, ENGINES, PROGRAM
 from tridock.contracts.checkpoint_files import Illness, Manifest, Quantity, read_manifest
 from tridock.contracts.checkpoints import saved_in
+from tridock.contracts.node_answers import Evidence
+from tridock.triage import diagnose
+from tridock.triage.facts import facts_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -87,6 +90,8 @@ def test_a_run_whose_steps_are_all_skipped_fails(tmp_path: Path, engine: str) ->
         "iteration 8: no parameter was updated: every one of its 8 steps was skipped, because the gradient overflowed "
         "in fp16; got a loss scale of 1e+12; lower fp16.loss_scale, set it to 0 for a dynamic one, or use bf16 or fp32"
     )
+    answer = Evidence(events=tuple(read_lines(tmp_path / "runs/idle/events.jsonl")))
+    assert diagnose(facts_of({"a": answer}, "a", 4)).rule == "nothing-trained"
     records = metrics(tmp_path / "runs/idle")
     assert {place[0]: record["skipped_steps"] for place, record in records.items()} == {1: 1, 3: 2, 6: 3, 8: 2}
 

@@ -51,7 +51,7 @@ def two_ranks(workspace: Path) -> Trained:
         add(name, precision == "fp32" or name in SHORT, precision=precision, **{"fp16.initial_scale_power": 10})
     for layout in LAYOUTS:
         some = layout in SOME
-        add(f"{layout}-overflow", some, precision="fp16", **{"fp16.initial_scale_power": 30})
+        add(f"{layout}-overflow", some, precision="fp16", **{"fp16.initial_scale_power": 30, "train.train_iters": 24})
         add(f"{layout}-scale1", some, precision="fp16", **{"fp16.loss_scale": 1.0})
         add(f"{layout}-whole", some, **{"batch.micro_batch_size": 4})
         add(f"{layout}-single", some, **{"batch.micro_batch_size": 1})
@@ -110,6 +110,8 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(two_ranks: Trained, lay
     assert [record["loss_scale"] for record in records[:3]] == [2.0**30, 2.0**29, 2.0**28]
     untrained = losses(two_ranks[f"{layout}-fp16"])[(1, "train")]
     assert records[0]["loss"] == pytest.approx(untrained, abs=1e-3)
+    assert skipped[-1] is False  # and then it trains
+    assert [record["skipped_steps"] for record in records] == [int(it) for it in skipped]
 
 
 @pytest.mark.parametrize("layout", thinned(LAYOUTS, SOME))

@@ -65,6 +65,14 @@ def test_everything_that_is_wrong_at_once(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+def test_a_schedule_that_trains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--set", "optimizer.min_lr=0", "--set", "train.train_iters=7", "--set", "optimizer.lr_decay_iters=1")
+    assert refused(capsys, *ONE, *given) == (
+        "t.yaml: optimizer.min_lr: makes the learning rate of all 7 steps 0; got 0; raise it, or lr_decay_iters\n"
+    )
+    assert main(["plan", *ONE, *given[:-1], "optimizer.lr_decay_iters=2"]) == 0
+
+
 def test_weights_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"preset": "qwen3-0.6b", "num_layers": 1, "seq_length": 16}
     folder = Path("models/qwen")

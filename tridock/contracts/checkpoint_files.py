@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from tridock.contracts.checkpoints import MANIFEST
+from tridock.contracts.checkpoints import ILL, MANIFEST
 from tridock.contracts.files_below import is_below
 from tridock.errors import Problem, reason_of
 
@@ -38,19 +39,44 @@ class Entry:
             return cls(os.fstat(file.fileno()).st_size, digest)
 
 
+class Quantity(StrEnum):
+    """What shows the health of a training."""
+
+    LOSS = "loss"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Illness:
+    """Why no training continues from a checkpoint: what was not finite, and first in which iteration."""
+
+    what: Quantity
+    iteration: int
+
+    def __str__(self) -> str:
+        return f"the {self.what} of iteration {self.iteration} is not finite"
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any] | None) -> Illness | None:
+        return None if content is None else cls(Quantity(content["what"]), int(content["iteration"]))
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The content of ``files.json``: by name the files in this folder, and those that only other nodes have."""
 
     here: Mapping[str, Entry]
     elsewhere: Mapping[str, Entry] = field(default_factory=dict)
+    ill: Illness | None = None
 
     def with_more(self, got: Mapping[str, Entry]) -> Manifest:
         """Returns it with files that have come from other nodes."""
-        return Manifest({**self.here, **got}, {name: it for name, it in self.elsewhere.items() if name not in got})
+        rest = {name: it for name, it in self.elsewhere.items() if name not in got}
+        return Manifest({**self.here, **got}, rest, self.ill)
 
     def to_bytes(self) -> bytes:
-        content = {"files": _listed(self.here)} | ({"elsewhere": _listed(self.elsewhere)} if self.elsewhere else {})
+        content: dict[str, Any] = {} if self.ill is None else {ILL: asdict(self.ill)}
+        content |= {"files": _listed(self.here)} | ({"elsewhere": _listed(self.elsewhere)} if self.elsewhere else {})
         return (json.dumps(content, indent=1) + "\n").encode()
 
 
@@ -69,7 +95,8 @@ def read_manifest(folder: Path) -> Manifest | Problem:
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
-        return Manifest(_entries(content["files"]), _entries(content.get("elsewhere", {})))
+        ill = Illness.of(content.get(ILL))
+        return Manifest(_entries(content["files"]), _entries(content.get("elsewhere", {})), ill)
     except FileNotFoundError:
         what = "is missing: the save did not come to its end"
         if not folder.is_dir():

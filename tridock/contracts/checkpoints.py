@@ -1,6 +1,7 @@
 """File names in a checkpoint folder. Engines write them; the supervisor, launch and replan read them."""
 
 import itertools
+import json
 import os
 import re
 from contextlib import suppress
@@ -11,6 +12,8 @@ from tridock.contracts.partials import is_folder
 
 MANIFEST: Final = "files.json"
 """In every checkpoint: lists its files with sizes and hashes. Written last."""
+ILL: Final = "ill"
+"""In the manifest of a checkpoint from which no training continues: what was not finite, see ``Illness``."""
 PROGRESS: Final = "tridock.json"
 """In a checkpoint of engines ``torch`` and ``megatron-core``: iteration, model, layout and training."""
 LAYOUT: Final = "layout.json"
@@ -38,14 +41,24 @@ def zero_file(rank: int, states: str, prefix: str = "") -> str:
 def newest(folder: Path, since: float = 0.0) -> tuple[int, Path] | None:
     """Returns iteration and folder of the newest checkpoint in ``folder`` with a manifest, or None.
 
-    Ignores checkpoints older than ``since`` (a file's time). Does not read the pointer, which may be damaged.
+    One in ill health counts only if there is no other. Ignores checkpoints older than ``since`` (a file's time). Does
+    not read the pointer, which may be damaged.
     """
     found = []
     for iteration, path in saved_in(folder).items():
         with suppress(OSError):
             if (path / MANIFEST).stat().st_mtime >= since:
                 found.append((iteration, path))
-    return max(found, default=None)
+    found.sort(reverse=True)
+    return next((it for it in found if not _is_ill(it[1])), next(iter(found), None))
+
+
+def _is_ill(folder: Path) -> bool:
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and ILL in content
 
 
 def checkpoint_name(name: str) -> bool:

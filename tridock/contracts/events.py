@@ -22,7 +22,8 @@ class Event(StrEnum):
     MODEL_BUILT = "model_built"  # parameters, padded_vocab_size
     EVALUATION = "evaluation"  # iteration, split, loss, seconds
     SAMPLES = "samples"  # iteration, samples (prompt and text of each), seconds
-    CHECKPOINT_SAVED = "checkpoint_saved"  # iteration, folder, seconds, pause_seconds (for which training paused)
+    CHECKPOINT_SAVED = "checkpoint_saved"  # iteration, folder, seconds, pause_seconds (for which training paused), ill?
+    CHECKPOINT_CONDEMNED = "checkpoint_condemned"  # iteration, ill (what showed afterwards that it is of no use)
     CHECKPOINT_COPIED = "checkpoint_copied"  # iteration, seconds; every file of it is on two nodes
     CHECKPOINT_WAITED = "checkpoint_waited"  # iteration, previous (the one that was being written), seconds
     CHECKPOINT_FAILED = "checkpoint_failed"  # iteration, reason, copy? (true: only its second copy)
@@ -58,7 +59,7 @@ class Event(StrEnum):
 FAULTS = (
     *(Event.RUN_FAILED, Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST, Event.LAUNCHER_ENDED, Event.HEAD_LOST),
     *(Event.CHECKPOINT_FAILED, Event.CHECKPOINT_REJECTED, Event.RUN_RESTARTED, Event.RUN_MOVED, Event.NOT_RESTARTED),
-    *(Event.TAKEN_OVER, Event.MEMORY_KILLS),
+    *(Event.TAKEN_OVER, Event.MEMORY_KILLS, Event.CHECKPOINT_CONDEMNED),
 )
 """Events that a page marks as faults."""
 
@@ -70,6 +71,7 @@ class Cause(StrEnum):
     EXCEPTION = "exception"  # not raised by Tridock: `reason` holds the message of Python, torch or the system
     REFUSED = "refused"  # raised by Tridock, without a specific code: `problem` holds it
     LOSS_NOT_FINITE = "loss_not_finite"
+    NOTHING_TRAINED = "nothing_trained"
     TOKEN_OUTSIDE_VOCABULARY = "token_outside_vocabulary"  # noqa: S105 (no password)
     CHECKPOINT_MISMATCH = "checkpoint_mismatch"
     CHECKPOINT_FOREIGN_OBJECT = "checkpoint_foreign_object"

@@ -92,7 +92,7 @@ def _is_text(value: object) -> bool:
 
 _NUMBERS: Final = {
     *("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "samples_per_second"),
-    *("consumed_samples", "loss_scale", "seconds", "pause_seconds", "exposed", "in_flight"),
+    *("consumed_samples", "loss_scale", "skipped_steps", "seconds", "pause_seconds", "exposed", "in_flight"),
 }
 _FORMS: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("iteration", "rank", "exit_code", "world_size", "log_bytes", "attempt"), _is_whole),

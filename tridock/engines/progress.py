@@ -52,6 +52,8 @@ class Progress:
     """The tokenizer of the data, by its manifest."""
     training: dict[str, str] = field(default_factory=dict)
     """As :func:`training_fields` returns them."""
+    updates: int | None = None
+    """The steps so far that updated the parameters; None in older checkpoints."""
 
     @classmethod
     def of(cls, experiment: Experiment, data_parallel_size: int, vocab_size: int | None) -> Progress:
@@ -79,6 +81,7 @@ class Progress:
             use_distributed_optimizer=experiment.parallel.use_distributed_optimizer,
             vocab_size=vocab_size,
             training=training_fields(experiment),
+            updates=0,
         )
 
     def to_bytes(self) -> bytes:

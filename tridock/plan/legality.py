@@ -8,9 +8,10 @@ from tridock.engines import field_problems, rules_of
 from tridock.engines.deepspeed_options import json_problems
 from tridock.engines.fields import as_yaml
 from tridock.engines.other_programs import other_program_problems
-from tridock.errors import Problem
+from tridock.errors import Problem, count
 from tridock.experiment import Experiment
 from tridock.experiment.model import Model
+from tridock.experiment.training import learning_rate
 from tridock.gpus import Gpu
 from tridock.layout.split import must_divide, size_of_replica, world_problems
 
@@ -159,3 +160,6 @@ def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
     if optimizer.min_lr > optimizer.lr:
         what, got = f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}"
         yield Problem("optimizer.min_lr", what, got, "lower it", (repr(optimizer.lr),))
+    if not any(learning_rate(number, optimizer, iterations) for number in range(1, iterations + 1)):
+        what, todo = f"makes the learning rate of all {count(iterations, 'step')} 0", "raise it, or lr_decay_iters"
+        yield Problem("optimizer.min_lr", what, f"{optimizer.min_lr:g}", todo, (repr(optimizer.lr / 10),))

@@ -60,6 +60,7 @@ _QUANTITIES: Final = (
     _Quantity("tflops", "tflops", "Throughput per GPU, as logged", "TFLOP/s", " TFLOP/s"),
     _Quantity("step_time_s", "step-time", "Step time", "seconds", " s"),
     _Quantity("loss_scale", "loss-scale", "Loss scale", "loss scale", measured=False),
+    _Quantity("skipped_steps", "skipped-steps", "Skipped steps", "steps between two lines", measured=False),
 )
 
 
@@ -75,11 +76,12 @@ def charts(subjects: Sequence[Subject]) -> Iterator[Chart]:
 
 
 def _is_drawn(subject: Subject, column: str) -> bool:
-    """Whether a column has values: samples only of a subject without tokens, the loss scale if it changes (fp16)."""
+    """Whether a column has values: samples only of a subject without tokens, the loss scale and
+    skipped steps if they change (fp16)."""
     values = subject.columns.curve(column).finite
     if column == "samples_per_second" and _is_drawn(subject, "tokens_per_second"):
         return False
-    return len({*values}) > (column == "loss_scale")
+    return len({*values}) > (column in ("loss_scale", "skipped_steps"))
 
 
 def _loss(subjects: Sequence[Subject]) -> Iterator[Chart]:

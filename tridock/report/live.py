@@ -21,6 +21,7 @@ QUANTITIES: Final = {
     "tokens_per_second": ("Throughput", "tokens/s", "tridock_tokens_per_second"),
     "samples_per_second": ("Throughput", "samples/s", "tridock_samples_per_second"),
     "step_time_s": ("Step time", "s", "tridock_step_time_seconds"),
+    "skipped_steps": ("Skipped steps", "between two lines", "tridock_skipped_steps"),
 }
 """Columns that the page draws: title, unit, and the name of the last value for Prometheus."""
 _SHOWN_EVENTS: Final = 60

@@ -29,7 +29,7 @@ from tridock.report.summary import Summary, rows_of, rows_of_command, summary_of
 
 _LOGGED: Final = (
     *("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "samples_per_second"),
-    *("consumed_samples", "loss_scale"),
+    *("consumed_samples", "loss_scale", "skipped_steps"),
 )
 
 

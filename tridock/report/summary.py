@@ -51,6 +51,8 @@ class Summary:
     """Model FLOPs (Narayanan et al., 2021, without recomputation) at the median speed, in TFLOP/s."""
     mfu: float | None = None
     """Model FLOPs utilization: the above over the dense peak of the GPU in the run's precision."""
+    skipped_steps: int | None = None
+    """Steps of an fp16 run that were skipped because the gradient overflowed."""
 
 
 def summarize(folder: Path) -> Summary:
@@ -100,7 +102,12 @@ def summary_of(
         peak_memory_bytes=latest(events, "peak_memory_bytes"),
         model_tflops_per_rank=tflops,
         mfu=None if tflops is None or peak is None else tflops / peak,
+        skipped_steps=sum(skips) if (skips := _numbers(iterations, "skipped_steps")) else None,
     )
+
+
+def _numbers(records: list[Record], name: str) -> list[int]:
+    return [int(record[name]) for record in records if record.get(name) is not None]
 
 
 def _model_tflops(experiment: Experiment, events: list[Record], speed: float | None, ranks: int | None) -> float | None:
@@ -130,6 +137,7 @@ def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
         ("layout", summary.layout),
         ("model", summary.model),
         ("trained", done),
+        *([] if summary.skipped_steps is None else [("skipped steps", f"{summary.skipped_steps:,}")]),
         (f"{summary.unit}/s (median)", _text(summary.tokens_per_second, ",.0f")),
         ("first loss", _text(summary.first_loss, ".4f")),
         ("last loss", _text(summary.last_loss, ".4f")),

@@ -39,6 +39,7 @@ from tridock.train.parallel.mesh_strategy import MeshStrategy
 from tridock.train.parallel.strategies import Step, Strategy, build_strategy
 from tridock.train.pretrained import pretrained_weights
 from tridock.train.rank import signals
+from tridock.train.rank.health import Health, Seen
 from tridock.train.rank.metrics import Metrics
 from tridock.train.rank.phases import DATA, EVALUATION, step_seconds
 from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks, agree_on_errors, mean_over_ranks
@@ -153,6 +154,9 @@ class Trainer:
                 loaded = self.load(source)
         if experiment.train.save:
             self.saver.set_aside(self.checkpoints, self.progress.iteration, loaded)
+        self.health = Health(self.experiment, self.progress.iteration, self.progress.updates, ranks.device)
+        self._saved: int | None = None
+        self._logged_skips = 0
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=experiment.train.tensorboard)
         self.metrics.rewind(self.progress.iteration)
         train = self.experiment.train
@@ -207,6 +211,7 @@ class Trainer:
             batches = self.prefetcher.get(self.splits["train"], first, then)
         lr = learning_rate(iteration, self.experiment.optimizer, self.experiment.train.train_iters)
         step = self.strategy.step(batches, lr)
+        self.health.add(step.loss, step.grad_norm)
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=first + global_batch)
         heartbeat.beat(heartbeat.TRAIN, iteration)
         return step
@@ -217,8 +222,9 @@ class Trainer:
         return samples.batches(first, batch.global_batch_size, batch.micro_batch_size, parts.replica, parts.replicas)
 
     def log(self, iteration: int, step: Step) -> None:
-        """Prints a line and writes one to metrics.jsonl. Raises :class:`AgreedError` if the loss is not finite."""
-        loss, grad_norm = mean_over_ranks(step.loss), float(step.grad_norm)
+        """Prints a line and writes one to metrics.jsonl. Raises :class:`AgreedError` if the loss is not finite, or the
+        run trains nothing."""
+        loss, grad_norm, seen = mean_over_ranks(step.loss), float(step.grad_norm), self.health.look()
         now, phases = time.monotonic(), self.phases.read()  # of one moment: they add up to the step's time
         steps = max(1, iteration - self._logged_iteration)
         step_time = (now - self._logged_at) / steps
@@ -227,6 +233,8 @@ class Trainer:
         model = self.experiment.model
         speed = batch.global_batch_size * model.seq_length / step_time
         lr = learning_rate(iteration, self.experiment.optimizer, train.train_iters)
+        skips, self._logged_skips = seen.skipped - self._logged_skips, seen.skipped
+        loss_scale = self.strategy.loss_scale
         self.metrics.iteration(
             {
                 "iteration": iteration,
@@ -236,7 +244,8 @@ class Trainer:
                 "step_time_s": step_time,
                 "samples_per_second" if model.is_vision else "tokens_per_second": speed,
                 "consumed_samples": self.progress.consumed_samples,
-                "loss_scale": self.strategy.loss_scale,
+                "loss_scale": loss_scale,
+                **({"skipped_steps": skips} if self.experiment.precision == "fp16" else {}),
                 "phases": step_seconds(phases, steps),
                 **self.memory.metrics(),
             }
@@ -247,14 +256,25 @@ class Trainer:
         digits = 1 if model.is_vision else 0
         line += f" | grad norm {grad_norm:.3f} | {speed:,.{digits}f} {model.unit}/s | {remaining} left"
         if self.experiment.precision == "fp16":
-            line += f" | loss scale {self.strategy.loss_scale:g}"
+            line += f" | loss scale {loss_scale:g}"
         if math.isinf(grad_norm):
             line += " | step skipped: the gradient overflowed"
+        if skips > math.isinf(grad_norm):
+            line += f" | {skips} of {steps} steps skipped"
         self.say(line)
+        self._condemn(seen)
         if not math.isfinite(loss):
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use bf16 or fp32"
             what, cause = "the loss is not finite", Cause.LOSS_NOT_FINITE
             raise AgreedError(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
+        if (problem := self.health.idleness(seen, loss_scale)) is not None:
+            raise AgreedError(RunError(problem))
+
+    def _condemn(self, seen: Seen) -> None:
+        """Marks the last checkpoint if its weights have turned out to yield no finite loss. A collective."""
+        if self._saved is not None and seen.ill is not None and seen.condemns(self._saved):
+            self.saver.condemn(self.checkpoints, self._saved, seen.ill)
+            self._saved = None
 
     def evaluate(self, split: str) -> None:
         """Records the mean loss over the first ``eval_iters`` global batches of a split, always the same samples.
@@ -329,17 +349,21 @@ class Trainer:
             saved = read_progress(folder)
             check_fit(folder, saved, fresh, chosen)
         self.strategy.load(folder, saved.data_parallel_size)
-        self.progress = replace(fresh, iteration=saved.iteration, consumed_samples=saved.consumed_samples)
+        done = {name: getattr(saved, name) for name in ("iteration", "consumed_samples", "updates")}
+        self.progress = replace(fresh, **done)
         self.event(Event.CHECKPOINT_LOADED, folder=str(folder), iteration=self.progress.iteration)
         return folder
 
     def save(self, is_last: bool) -> None:
         """Saves a checkpoint. A write error ends the run only if this ``is_last``. A collective."""
-        own = {PROGRESS: self.progress.to_bytes()}
+        seen = self.health.look()
+        self._condemn(seen)
+        own = {PROGRESS: replace(self.progress, updates=self.health.updates(seen)).to_bytes()}
         needed = (*own, *self.strategy.files(self.ranks.rank, self.ranks.world_size))
         iteration, keep = self.progress.iteration, self.experiment.train.keep_checkpoints
-        start = partial(self.checkpoints.start, self.strategy.save, iteration, own, needed, keep)
-        self._logged_at += self.saver.save(start, iteration, is_last)  # not training time
+        start = partial(self.checkpoints.start, self.strategy.save, iteration, own, needed, keep, seen.ill)
+        self._logged_at += self.saver.save(start, iteration, is_last, seen.ill)  # not training time
+        self._saved = iteration
 
     def announce(self) -> None:
         """Prints the model, the layout and the data in two lines."""

@@ -188,6 +188,18 @@ def test_two_runs_are_laid_over_each_other_and_compared(tmp_path: Path) -> None:
     assert ["last loss", "5.0000", "6.5000"] in found.rows
 
 
+def test_skipped_steps_of_fp16_are_counted_and_drawn(tmp_path: Path) -> None:
+    folder, other = a_run(tmp_path / "a-1", [7.0, 6.0, 5.0]), a_run(tmp_path / "a-2", [7.0])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line, skips in zip(lines, (1, 4, 0), strict=False):
+        line["skipped_steps"] = skips
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ["skipped steps", "5"] in read([folder]).rows
+    assert any(row[0] == "skipped steps" and row[1] == "5" for row in read([folder, other]).rows)
+    assert "skipped-steps" in [chart.name for chart in charts([of_run(folder)])]
+    assert "skipped-steps" not in [chart.name for chart in charts([of_run(other)])]
+
+
 def test_runs_that_are_the_same_say_so(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / name, [7.0]) for name in ("a-1", "a-2")]
     found = read(runs)

@@ -54,6 +54,19 @@ def test_without_a_whole_one_nothing_is_removed(whole: dict[int, bool], keep: in
     assert to_remove(whole, keep, newest) == []
 
 
+@given(st.dictionaries(ITERATIONS, st.sampled_from(["whole", "cut", "ill"])), st.integers(1, 5), ITERATIONS)
+def test_one_in_ill_health_replaces_none(kinds: dict[int, str], keep: int, newest: int) -> None:
+    kinds[newest] = "ill"  # it was saved just now
+    complete = {iteration: kind != "cut" for iteration, kind in kinds.items()}
+    ill = [iteration for iteration, kind in kinds.items() if kind == "ill"]
+    removed = to_remove(complete, keep, newest, ill)
+    healthy = sorted(iteration for iteration, kind in kinds.items() if kind == "whole" and iteration <= newest)
+    assert not {*healthy[-keep:]} & {*removed}
+    assert {*healthy[:-keep]} <= {*removed}
+    assert newest not in removed
+    assert len([iteration for iteration in ill if iteration <= newest and iteration not in removed]) <= keep
+
+
 NAMES = st.one_of(
     st.builds("bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt".format, st.integers(0, 9)),
     st.builds("__{}_0.distcp".format, st.integers(0, 9)),

@@ -167,7 +167,9 @@ def _bring_checkpoint(client: NodeClient, run: Run, folder: Path, home: Path, it
     place = PurePosixPath(run_folder.WORKSPACE, saved)
     names, parts = _parts_of(client, str(place), folder)
     whole = [number for number, nodes in parts.items() if not _lacking(nodes)]
-    number = max(whole, default=None) if iteration is None else iteration
+    ill = {number: it.ill for number in whole for it in parts[number].values() if it.ill is not None}
+    newest = max((it for it in whole if it not in ill), default=max(whole, default=None))
+    number = newest if iteration is None else iteration
     if number is None or number not in whole:
         got = "" if iteration is None else f"--iteration {iteration}"
         todo = f"whole are {', '.join(map(str, sorted(whole)))}"
@@ -204,7 +206,7 @@ def _bring_checkpoint(client: NodeClient, run: Run, folder: Path, home: Path, it
         _unpack(node, archive, target)
         archive.unlink()
     ClusterError.raise_for(damage(target, entries, missing, read=True))
-    write_atomic(target / MANIFEST, Manifest(entries).to_bytes(), 0o666 & ~_umask())
+    write_atomic(target / MANIFEST, Manifest(entries, ill=ill.get(number)).to_bytes(), 0o666 & ~_umask())
     return number
 
 

@@ -17,12 +17,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
 
-from tridock.contracts.checkpoint_files import Entry, Manifest, is_complete, read_manifest
+from tridock.contracts.checkpoint_files import Entry, Illness, Manifest, is_complete, read_manifest
 from tridock.contracts.checkpoints import MANIFEST, OLD, PART, hidden, left_hidden, set_aside
 from tridock.contracts.partials import is_folder, partial_of, remove_left_files
 from tridock.contracts.run_folder import write_atomic
@@ -86,12 +87,14 @@ class Checkpoints:
         own: Mapping[str, bytes],
         needed: Collection[str] = (),
         keep: int | None = None,
+        ill: Illness | None = None,
         in_background: bool = False,
     ) -> Callable[[], Path]:
         """Begins a checkpoint; returns the function that writes it, which ``in_background`` another thread may call.
 
         That function writes the files, updates the pointer, removes all but the newest ``keep`` checkpoints, and
         returns the folder. ``own`` are further files by name; ``needed`` are the names that this rank needs to load.
+        One saved in ``ill`` health says so, and replaces no other.
         Both functions raise :class:`AgreedError` on every rank if any rank cannot write; they then remove the new
         checkpoint, unless only the pointer could not be written, and leave the previous ones unchanged.
         """
@@ -108,7 +111,7 @@ class Checkpoints:
             with self._writing(final, self.ranks):
                 write = prepare(partial, self._leaders, self._background.group if in_background else None)
         ranks = self._background if in_background else self.ranks
-        return lambda: self._write(ranks, write, iteration, own, needed, keep)
+        return lambda: self._write(ranks, write, iteration, own, needed, keep, ill)
 
     def _write(
         self,
@@ -118,6 +121,7 @@ class Checkpoints:
         own: Mapping[str, bytes],
         needed: Collection[str],
         keep: int | None,
+        ill: Illness | None,
     ) -> Path:
         final = self.folder / self.names.folder(iteration)
         staging = hidden(final, PART)
@@ -128,7 +132,7 @@ class Checkpoints:
                 if self.leads:
                     for file, content in own.items():
                         write_atomic(partial / file, content)
-            manifest = self._manifest(final, partial, needed, ranks)
+            manifest = replace(self._manifest(final, partial, needed, ranks), ill=ill)
             with self._writing(final, ranks):
                 if self.leads:
                     self._finish(partial, final, manifest.to_bytes())
@@ -139,6 +143,18 @@ class Checkpoints:
             self._prune(keep, iteration)
         barrier(ranks.group)
         return final
+
+    def condemn(self, iteration: int, ill: Illness) -> bool:
+        """Adds to a complete checkpoint that its weights have turned out to be of no use. A collective.
+
+        Returns whether it is there.
+        """
+        folder = self.folder / self.names.folder(iteration)
+        manifest = read_manifest(folder)
+        with self._writing(folder, self.ranks):
+            if self.leads and isinstance(manifest, Manifest):
+                write_atomic(folder / MANIFEST, replace(manifest, ill=ill).to_bytes())
+        return isinstance(manifest, Manifest)
 
     def copy(self, final: Path) -> bool:
         """Sends each file system's part of a complete checkpoint to the next one. A collective in the background.
@@ -260,10 +276,11 @@ class Checkpoints:
     def _prune(self, keep: int | None, iteration: int) -> None:
         if keep is None:
             return
-        complete = {
-            found: is_complete(self.folder / self.names.folder(found)) for found in self.names.found(self.folder)
-        }
-        for old in files.to_remove(complete, keep, iteration):
+        folders = {found: self.folder / self.names.folder(found) for found in self.names.found(self.folder)}
+        complete = {found: is_complete(path) for found, path in folders.items()}
+        manifests = {found: read_manifest(path) for found, path in folders.items()}
+        ill = [found for found, it in manifests.items() if isinstance(it, Manifest) and it.ill is not None]
+        for old in files.to_remove(complete, keep, iteration, ill):
             path = self.folder / self.names.folder(old)
             # Renamed first: a half-removed folder must not look like a checkpoint.
             doomed = hidden(path, PART)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tridock.contracts.checkpoint_files import Entry, Manifest, damage, read_manifest
+from tridock.contracts.checkpoint_files import Entry, Illness, Manifest, damage, read_manifest
 from tridock.contracts.checkpoints import MANIFEST
 from tridock.contracts.events import Event, append_event
 from tridock.contracts.run_folder import write_atomic
@@ -27,13 +27,20 @@ argument are the names of all files of the checkpoint."""
 def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, run_folder: Path) -> Path:
     """Returns the folder to resume from: ``source`` itself, or the newest complete one in it, whatever the pointer.
 
-    Every file is read once; ranks that see the same folder divide them. A node gets what its ranks need and only other
-    nodes have. Prints, and records in the run's folder, those that are passed over. Raises :class:`AgreedError` if no
-    checkpoint is complete.
+    One in ill health is chosen only if it is ``source``. Every file is read once; ranks that see the same folder divide
+    them. A node gets what its ranks need and only other nodes have. Prints, and records in the run's folder, those that
+    are passed over. Raises :class:`AgreedError` if no checkpoint is complete.
     """
     tried: dict[Path, tuple[Problem, ...]] = {}
     for folder in _candidates(source, names, ranks, tried):
-        if not (problems := _provide(folder, ranks, needed)):
+        ill = _illness(folder, ranks)
+        if ill is not None and folder != source:
+            todo = f"to continue from it all the same, set train.load to {folder}"
+            tried[folder] = (Problem(str(folder), "was saved in ill health", str(ill), todo),)
+            continue
+        if not (problems := _provide(folder, ranks, needed, ill)):
+            if ill is not None and ranks.first:
+                print(f"warning: {folder} was saved in ill health: {ill}", flush=True)
             for other, found in tried.items() if ranks.first else ():
                 reasons = [str(problem) for problem in found]
                 append_event(run_folder, Event.CHECKPOINT_REJECTED, folder=str(other), reasons=reasons)
@@ -75,7 +82,15 @@ def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tupl
     return [source / names.folder(iteration) for iteration in sorted({*pointed, *iterations}, reverse=True)]
 
 
-def _provide(folder: Path, ranks: Ranks, needed: Needed) -> tuple[Problem, ...]:
+def _illness(folder: Path, ranks: Ranks) -> Illness | None:
+    """Returns the illness that any rank's node knows of a checkpoint."""
+    manifest = read_manifest(folder)
+    found: list[Illness | None] = [None] * ranks.world_size
+    dist.all_gather_object(found, None if isinstance(manifest, Problem) else manifest.ill)
+    return next((it for it in found if it is not None), None)
+
+
+def _provide(folder: Path, ranks: Ranks, needed: Needed, ill: Illness | None) -> tuple[Problem, ...]:
     """Brings what the ranks need of a checkpoint to their nodes. Returns the problems that any rank finds."""
     try:
         leaders = _leaders(folder, ranks)
@@ -88,7 +103,7 @@ def _provide(folder: Path, ranks: Ranks, needed: Needed) -> tuple[Problem, ...]:
             dist.all_gather_object(asked, names)
             if all(it is None for it in asked):
                 return ()
-            _bring(folder, ranks, leaders, have, asked)
+            _bring(folder, ranks, leaders, have, asked, ill)
     except AgreedError as found:
         return found.error.problems
 
@@ -133,6 +148,7 @@ def _bring(
     leaders: Sequence[int],
     have: dict[int, dict[str, Entry]],
     asked: Sequence[Collection[str] | None],
+    ill: Illness | None,
 ) -> None:
     """Brings the files that ranks have ``asked`` for to the nodes that lack them, and lists them there."""
     wanted: dict[int, set[str]] = {leader: set() for leader in have}
@@ -161,7 +177,7 @@ def _bring(
     with agree_on_errors(ranks):
         if leader == ranks.rank and wanted[leader]:
             elsewhere = {name: entry for name, entry in everything.items() if name not in have[leader]}
-            _list(folder, Manifest(have[leader], elsewhere))
+            _list(folder, Manifest(have[leader], elsewhere, ill))
 
 
 def _list(folder: Path, manifest: Manifest) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -47,18 +47,18 @@ def _number(form: str, text: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdecimal() and form.format(int(digits)) == text else None
 
 
-def to_remove(complete: Mapping[int, bool], keep: int | None, newest: int) -> list[int]:
+def to_remove(complete: Mapping[int, bool], keep: int | None, newest: int, ill: Collection[int] = ()) -> list[int]:
     """Returns the iterations that ``train.keep_checkpoints`` removes: those before the ``keep``-th newest complete one.
 
     ``complete`` maps each iteration that has a folder to whether it is complete. Iterations above ``newest``, the one
-    just saved, do not count.
+    just saved, do not count. Those in ``ill`` health, of which the newest ``keep`` stay too, replace no others.
     """
-    good = sorted(
-        (iteration for iteration, is_good in complete.items() if is_good and iteration <= newest), reverse=True
-    )
-    if keep is None or len(good) < keep:
+    if keep is None:
         return []
-    return sorted(number for number in complete if number < good[keep - 1])
+    whole = sorted((number for number, is_whole in complete.items() if is_whole and number <= newest), reverse=True)
+    good = [number for number in whole if number not in ill]
+    removed = {number for number in complete if number < good[keep - 1]} if len(good) >= keep else set[int]()
+    return sorted(removed.union([number for number in whole if number in ill][keep:]))
 
 
 def assign_to_ranks(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[str]]:

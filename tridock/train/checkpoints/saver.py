@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from tridock.contracts import heartbeat
+from tridock.contracts.checkpoint_files import Illness
 from tridock.contracts.events import Event, append_event
 from tridock.experiment.schema import Train
 from tridock.train.checkpoints.checkpoint import Checkpoints
@@ -68,35 +69,43 @@ class Saver:
             where = f"the later checkpoints in {checkpoints.folder} are set aside"
             self._say(f"warning: the run {origin}; {where}: {', '.join(names)}")
 
-    def save(self, start: Start, iteration: int, is_last: bool) -> float:
+    def save(self, start: Start, iteration: int, is_last: bool, ill: Illness | None = None) -> float:
         """Saves a checkpoint; returns the seconds for which training paused. A collective.
 
-        A write error ends the run only if this ``is_last``.
+        A write error ends the run only if this ``is_last``. A warning tells of one in ``ill`` health.
         """
         started = time.monotonic()
         with self._phases.inside(CHECKPOINT):
             heartbeat.beat(heartbeat.SAVE)
             self._wait_for_previous(iteration)
-            failed = self._save(start, iteration, is_last, started)
+            failed = self._save(start, iteration, is_last, started, ill)
             if failed is not None and is_last:
                 raise failed
             heartbeat.beat(heartbeat.TRAIN)
         return time.monotonic() - started
 
-    def _save(self, start: Start, iteration: int, is_last: bool, started: float) -> AgreedError | None:
+    def _save(
+        self, start: Start, iteration: int, is_last: bool, started: float, ill: Illness | None
+    ) -> AgreedError | None:
         in_background = self._thread is not None and not is_last
         try:
             write = start(in_background)
         except AgreedError as failed:
             return self._report_failure(iteration, failed, is_last)
         if self._thread is None or is_last:
-            return self._write(write, iteration, is_last, started, None)
+            return self._write(write, iteration, is_last, started, None, ill)
         paused = time.monotonic() - started
-        self._pending = iteration, self._thread.submit(self._write, write, iteration, is_last, started, paused)
+        self._pending = iteration, self._thread.submit(self._write, write, iteration, is_last, started, paused, ill)
         return None
 
     def _write(
-        self, write: Callable[[], Path], iteration: int, is_last: bool, started: float, paused: float | None
+        self,
+        write: Callable[[], Path],
+        iteration: int,
+        is_last: bool,
+        started: float,
+        paused: float | None,
+        ill: Illness | None,
     ) -> AgreedError | None:
         try:
             folder = write()
@@ -104,12 +113,28 @@ class Saver:
             return self._report_failure(iteration, failed, is_last)
         seconds = time.monotonic() - started
         pause = seconds if paused is None else paused
-        fields = {"seconds": round(seconds, 3), "pause_seconds": round(pause, 3)}
+        fields: dict[str, object] = {"seconds": round(seconds, 3), "pause_seconds": round(pause, 3)}
+        if ill is not None:
+            fields["ill"] = str(ill)
         self._event(Event.CHECKPOINT_SAVED, iteration=iteration, folder=str(folder), **fields)
         self._say(f"checkpoint saved: {folder}")
+        if ill is not None:
+            self._say(f"warning: {folder.name} replaces no other checkpoint, and no resume takes it by itself: {ill}")
         if self._copy is not None:
             self._make_copy(self._copy, folder, iteration)
         return None
+
+    def condemn(self, checkpoints: Checkpoints, iteration: int, ill: Illness) -> None:
+        """Marks a saved checkpoint whose weights have turned out to be of no use. A collective."""
+        self.finish()
+        try:
+            if not checkpoints.condemn(iteration, ill):
+                return
+        except AgreedError as failed:
+            self._say(f"warning: the checkpoint of iteration {iteration} is of no use: {ill}:\n{failed}")
+            return
+        self._event(Event.CHECKPOINT_CONDEMNED, iteration=iteration, ill=str(ill))
+        self._say(f"warning: no resume takes the checkpoint of iteration {iteration} by itself: {ill}")
 
     def _make_copy(self, copy: Callable[[Path], bool], folder: Path, iteration: int) -> None:
         """Makes the second copy. Without it the checkpoint is still complete: a failure is a warning."""

@@ -29,7 +29,7 @@ from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import DTYPES, build_chunks
 from tridock.train.megatron_core.samples import gpt_splits
 from tridock.train.models.gpt import Shape
-from tridock.train.parallel.strategies import Step, at
+from tridock.train.parallel.strategies import Step, at, norm_of_taken_step
 from tridock.train.pretrained import pretrained_weights
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks, agree_on_errors
@@ -87,7 +87,7 @@ class MegatronCore:
             group["weight_decay"] = self.experiment.optimizer.weight_decay * group["wd_mult"]
         with self.phases.inside(OPTIMIZER):
             good, norm, _ = self.optimizer.step()
-            return Step(loss, float(norm) if good else math.inf)
+            return Step(loss, norm_of_taken_step(float(norm)) if good else math.inf)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Tensor]) -> Tensor:

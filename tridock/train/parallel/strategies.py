@@ -44,7 +44,15 @@ class Step:
     loss: Tensor
     """Mean loss of this rank's micro-batches, a scalar."""
     grad_norm: Tensor | float
-    """2-norm of the whole gradient, the mean over all replicas, before clipping; infinite if fp16 overflowed."""
+    """2-norm of the whole gradient, the mean over all replicas, before clipping. If not finite: infinite if the step
+    was skipped, as in fp16, and NaN if it was taken."""
+
+
+def norm_of_taken_step(norm: Tensor | float) -> Tensor | float:
+    """Returns the gradient norm of a step that was taken: NaN unless finite. DeepSpeed's is then -1."""
+    if isinstance(norm, Tensor):
+        return norm.masked_fill(~norm.isfinite() | (norm < 0), math.nan)
+    return norm if math.isfinite(norm) and norm >= 0 else math.nan
 
 
 Batch = Tensor | tuple[Tensor, Tensor]
@@ -317,7 +325,7 @@ class Zero:
         if self.scaler is not None:
             self.scaler.update(torch.tensor(overflow))
         norm = self.engine.get_global_grad_norm() if bare_norm is None else bare_norm
-        return Step(total / len(batches), math.inf if overflow else norm / scale)
+        return Step(total / len(batches), math.inf if overflow else norm_of_taken_step(norm / scale))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:

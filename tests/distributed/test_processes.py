@@ -81,6 +81,7 @@ def test_a_whole_run(workspace: Path, layout: dict[str, object]) -> None:
     assert losses(folder)[(8, "train")] < losses(folder)[(1, "train")] - 0.3
 
 
+@pytest.mark.full  # test_same_losses.py, with every strategy
 def test_a_run_continues_in_a_new_process(workspace: Path) -> None:
     fields = {"train.save": True, "model.hidden_dropout": 0.1}
     first = make_run(workspace, "first", 2, **fields, **{"train.train_iters": 3, "optimizer.lr_decay_iters": 6})
@@ -96,6 +97,7 @@ def test_a_run_continues_in_a_new_process(workspace: Path) -> None:
     assert "checkpoint_loaded" in events(second)
 
 
+@pytest.mark.full  # tests/integration/test_twin.py: `make demo`
 def test_real_text_is_learned(workspace: Path) -> None:
     demo = prepare_demo(workspace / "data/demo", 512, report=lambda _: None, corpus_bytes=400_000)
     folder = make_run(
@@ -158,6 +160,7 @@ def test_under_the_starter_of_local_runs(workspace: Path) -> None:
     assert "iteration 8/8" in done.stdout
 
 
+@pytest.mark.full  # tests/integration/test_slurm.py: on two nodes
 def test_under_torchrun(workspace: Path) -> None:
     folder = make_run(workspace, "torchrun", 2)
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]

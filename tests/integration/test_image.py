@@ -132,7 +132,7 @@ def workspace(tmp_path: Path) -> Path:
 WHO = 'touch made && echo "$(id -u):$(id -g) $(id -un) $HOME $USER" && touch "$HOME/x" && ls'
 
 
-@pytest.mark.parametrize("uid", [0, 1000, 54321])
+@pytest.mark.parametrize("uid", [0, pytest.param(1000, marks=pytest.mark.full), 54321])
 def test_files_belong_to_the_owner_of_the_workspace(containers: Containers, workspace: Path, uid: int) -> None:
     give(workspace, uid)
     done = containers.run("bash", "-c", WHO, options=["--volume", f"{workspace}:/workspace"])

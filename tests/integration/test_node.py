@@ -36,7 +36,7 @@ def parsed(text: str) -> dict[str, str]:
     return {name: value for name, value in pairs.items() if OWN.fullmatch(name) is None}
 
 
-@pytest.mark.parametrize("uid", [0, 4321])
+@pytest.mark.parametrize("uid", [pytest.param(0, marks=pytest.mark.full), 4321])
 def test_every_way_in_has_the_same_environment(start_twin, uid: int) -> None:
     twin = start_twin(uid, environment=ENVIRONMENT)
     one = twin["node-1"]

@@ -45,12 +45,13 @@ def test_one_operator_twice(rack_up: Up) -> None:
     up_at_once(rack, rack.project, rack.project, rack.project)
 
 
-def test_two_operators_share_the_clusters_keys(rack_up: Up) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_two_operators_share_the_clusters_keys(rack_up: Up, times: int) -> None:
     rack = rack_up.rack
     other = rack.folder / "other"
     shutil.copytree(rack.project, other, ignore=shutil.ignore_patterns(".tridock", "cache"))
     try:
-        for _ in range(3):
+        for _ in range(times):
             up_at_once(rack, rack.project, other)
     finally:
         shutil.rmtree(other)

@@ -90,7 +90,7 @@ def test_a_run_whose_steps_are_all_skipped_fails(tmp_path: Path, engine: str) ->
         "iteration 8: no parameter was updated: every one of its 8 steps was skipped, because the gradient overflowed "
         "in fp16; got a loss scale of 1e+12; lower fp16.loss_scale, set it to 0 for a dynamic one, or use bf16 or fp32"
     )
-    answer = Evidence(events=tuple(read_lines(tmp_path / "runs/idle/events.jsonl")))
+    answer = Evidence(events=(tmp_path / "runs/idle/events.jsonl").read_text())
     assert diagnose(facts_of({"a": answer}, "a", 4)).rule == "nothing-trained"
     records = metrics(tmp_path / "runs/idle")
     assert {place[0]: record["skipped_steps"] for place, record in records.items()} == {1: 1, 3: 2, 6: 3, 8: 2}

@@ -13,6 +13,7 @@ import pytest
 from tests.cases import thinned
 from tests.distributed.ranks import ROOT, free_port, rank_environment
 from tests.distributed.supervised import Run
+from tests.patience import STEP_S, WORK_S
 from tridock.contracts import run_folder
 from tridock.contracts.run_state import exit_code_of
 from tridock.experiment import CommandExperiment
@@ -29,7 +30,7 @@ TIMES = 3
 PROGRAM = """import os, signal, sys, time
 if os.environ["RANK"] == "1":
     {fault}
-time.sleep(300)
+time.sleep(9999)
 """
 FAULTS = {
     "raises": ('raise ValueError("rank 1 has no data")', "exited with code 1", "ValueError: rank 1 has no data"),
@@ -63,7 +64,7 @@ def prepared(workspace: Path, launcher: str, program: str) -> Run:
 def start(run: Run) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     arguments = [sys.executable, "-m", "tridock.node", "start", str(run.folder)]
-    subprocess.run(arguments, env=rank_environment() | {"PATH": path}, cwd=ROOT, check=True, timeout=300)
+    subprocess.run(arguments, env=rank_environment() | {"PATH": path}, cwd=ROOT, check=True, timeout=STEP_S)
 
 
 @pytest.mark.parametrize("case", thinned(CASES, ("torchrun raises", "deepspeed leaves")))
@@ -74,7 +75,7 @@ def test_a_rank_that_fails_at_once_is_the_cause_each_time(workspace: Path, case:
     for _ in range(TIMES):
         run = prepared(workspace, launcher, PROGRAM.format(fault=does))
         start(run)
-        run.until(lambda folder=run.folder: exit_code_of(folder) is not None, 300)  # type: ignore[misc]
+        run.until(lambda folder=run.folder: exit_code_of(folder) is not None, WORK_S)  # type: ignore[misc]
         facts = facts_of({"here": evidence(run.folder)}, "here", exit_code_of(run.folder))
         found.append((facts.exit_code, facts.who, facts.reason, f"tridock: rank 1 on here {how}" in run.log()))
         assert diagnose(facts).rule in ("program-failed", "exited-without-message"), run.log()

@@ -17,7 +17,7 @@ from tridock.contracts.node_answers import Evidence
 from tridock.triage import diagnose
 from tridock.triage.facts import facts_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.distributed
 
 CASES = {name: ENGINES[name] for name in ("ddp", "zero2", "zero3", "fsdp", "pipeline")} | {"megatron-core": CORE}
 SOME = ("fsdp",)

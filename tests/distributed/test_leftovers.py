@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.supervised import Make, Run
+from tests.patience import WORK_S
 from tridock.node.agent.evidence import evidence
 from tridock.node.agent.observed_ranks import find_ranks
 from tridock.node.probes.build_locks import locks_in
 from tridock.node.probes.held_files import held
 from tridock.triage import diagnose, facts_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.distributed
 
-PATIENCE = 300.0
 SCRIPT = (
     "export CXX={{folder}}/c++ TORCH_EXTENSIONS_DIR={{folder}}/extensions\n"
     "for rank in 0 1; do RANK=$rank WORLD_SIZE=2 {{python}} {program} {{folder}} {segment} & done\n"
@@ -51,15 +51,15 @@ def segment() -> Path:
 
 
 def test_a_restart_builds_what_a_killed_attempt_had_begun(make: Make, segment: Path) -> None:
-    run, extension = made(make, segment, max_restarts=1, hang_timeout_s=PATIENCE)
+    run, extension = made(make, segment, max_restarts=1, hang_timeout_s=WORK_S)
     (run.folder / "extensions").mkdir()
     run.start()
-    run.until(lambda: (run.folder / "compiles").exists() and (run.folder / "maps-1").exists(), PATIENCE)
-    run.until((run.folder / "maps-0").exists, PATIENCE)
+    run.until(lambda: (run.folder / "compiles").exists() and (run.folder / "maps-1").exists(), WORK_S)
+    run.until((run.folder / "maps-0").exists, WORK_S)
     ranks = find_ranks(run.folder.name)
     (waits,) = [rank for rank, it in ranks.items() if not held(locks_in([extension]), [it.pid])]
     os.kill(ranks[waits].pid, signal.SIGKILL)  # Tridock then ends the one that compiles
-    assert run.end(PATIENCE) == 0
+    assert run.end(WORK_S) == 0
     assert len(run.events("run_restarted")) == 1
     assert all((run.folder / f"built-{rank}").exists() for rank in (0, 1))
     assert not list(segment.parent.glob(f"{segment.name}*"))
@@ -75,7 +75,7 @@ def test_a_lock_that_was_left_before_is_the_cause(make: Make, segment: Path) -> 
     extension.mkdir(parents=True)
     (extension / "lock").touch()
     run.start()
-    assert run.end(PATIENCE) == 4
+    assert run.end(WORK_S) == 4
     (event,) = run.events("rank_hung")
     assert (event["cause"], event["path"]) == ("build_locked", f"{extension}/lock")
     found = diagnose(facts_of({"here": evidence(run.folder)}, "here", 4))

@@ -306,7 +306,7 @@ def test_steps_that_are_longer_than_the_limit_are_no_hang_and_a_hang_is_one(make
     run.train(beyond=3)
     assert run.events() == []
     run.ask(1, "hang")
-    assert run.end(300) == 4
+    assert run.end(WORK_S) == 4
     (event,) = run.events()
     assert (event["event"], event["rank"]) == ("rank_hung", 1)
     found = re.search(r"no progress for (\d+) s \(limit (\d+) s\), phase train", event["reason"])
@@ -322,7 +322,7 @@ def test_micro_batches_of_a_long_step_are_progress(make: Make) -> None:
     run.train(beyond=3)
     for rank in (0, 1):
         run.ask(rank, "work")
-    run.until(lambda: all((beat := run.beat(rank)) and beat.longest_step_s >= 8.0 for rank in (0, 1)), 300)
+    run.until(lambda: all((beat := run.beat(rank)) and beat.longest_step_s >= 8.0 for rank in (0, 1)), WORK_S)
     assert run.finish() == 0
     assert [event["event"] for event in run.events()] == ["run_finished"]
 

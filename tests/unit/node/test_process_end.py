@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import STEP_S
 from tests.unit.node.conftest import wait_until
 from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.process_records import ProcessRecord
@@ -49,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 def test_an_end_is_recorded(folder: Path, script: str, status: int) -> None:
     began = time.monotonic()
     process = started(folder, 1, script)
-    wait_until(lambda: is_complete(folder, 1), 300)
+    wait_until(lambda: is_complete(folder, 1), STEP_S)
     found = record(folder, 1)
     assert found is not None
     assert (found.pid, found.wait_status) == (process.pid, status)
@@ -59,11 +60,11 @@ def test_an_end_is_recorded(folder: Path, script: str, status: int) -> None:
 
 
 def test_the_process_beside_it_outlives_its_signals_and_its_session(folder: Path) -> None:
-    process = started(folder, 0, f"echo > {folder}/ready; exec sleep 300")
-    wait_until((folder / "ready").exists, 300)
+    process = started(folder, 0, f"echo > {folder}/ready; exec sleep 9999")
+    wait_until((folder / "ready").exists, STEP_S)
     assert not is_complete(folder, 0)
     os.killpg(process.pid, signal.SIGKILL)
-    wait_until(lambda: is_complete(folder, 0), 300)
+    wait_until(lambda: is_complete(folder, 0), STEP_S)
     process.wait()
 
 
@@ -71,12 +72,12 @@ def test_ranks_that_ended_before_the_agent_looked_are_judged_by_their_records(fo
     """As under torchrun, which ends rank 0 once rank 1 has failed."""
     failed = started(folder, 1, "exit 7")
     failed.wait()
-    wait_until(lambda: is_complete(folder, 1), 300)
-    ended = started(folder, 0, f"echo > {folder}/ready; exec sleep 300")
-    wait_until((folder / "ready").exists, 300)
+    wait_until(lambda: is_complete(folder, 1), STEP_S)
+    ended = started(folder, 0, f"echo > {folder}/ready; exec sleep 9999")
+    wait_until((folder / "ready").exists, STEP_S)
     ended.terminate()
     ended.wait()
-    wait_until(lambda: is_complete(folder, 0), 300)
+    wait_until(lambda: is_complete(folder, 0), STEP_S)
     monitor = RankMonitor(folder, (0, 1), observed=True, node=NODE)
     seen = monitor.read()
     assert {status.rank: status.wait_status for status in seen} == {0: signal.SIGTERM, 1: 7 << 8}
@@ -88,7 +89,7 @@ def test_ranks_that_ended_before_the_agent_looked_are_judged_by_their_records(fo
 def test_an_end_is_reported_once_it_is_recorded_or_its_record_is_overdue(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = subprocess.Popen(["sleep", "300"])
+    process = subprocess.Popen(["sleep", "9999"])
     ticks = heartbeat.start_ticks(process.pid)
     begun = ProcessRecord(0, process.pid, ticks, process_records.this_container(), time.monotonic(), 0)
     process_records.write(folder, NODE, begun)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.patience import STEP_S
 from tests.unit.trackers.conftest import RUN_ID, end, make_run
 from tridock.contracts.trackers import Tracker
 
@@ -88,7 +89,7 @@ def test_points_arrive_after_a_server_has_refused_the_run_at_the_start(start: St
         (run / "experiment.yaml").unlink()  # no report page
         process = start("wandb", run, WANDB_API_KEY="a" * 40)
         try:
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + STEP_S
             while len(lines) < 4 and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
         finally:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.distributed.ranks import free_port
 from tests.distributed.supervised import SCRIPT, STARTER, Make
+from tests.patience import WORK_S
 from tridock.contracts import run_folder
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import HeldLease, newest

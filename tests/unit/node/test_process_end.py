@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import STEP_S
 from tests.unit.node.conftest import wait_until
 from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.process_records import ProcessRecord
@@ -50,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 def test_an_end_is_recorded(folder: Path, script: str, status: int) -> None:
     began = time.monotonic()
     process = started(folder, 1, script)
-    wait_until(lambda: is_complete(folder, 1), STEP_S)
+    wait_until(lambda: is_complete(folder, 1))
     found = record(folder, 1)
     assert found is not None
     assert (found.pid, found.wait_status) == (process.pid, status)
@@ -61,10 +60,10 @@ def test_an_end_is_recorded(folder: Path, script: str, status: int) -> None:
 
 def test_the_process_beside_it_outlives_its_signals_and_its_session(folder: Path) -> None:
     process = started(folder, 0, f"echo > {folder}/ready; exec sleep 9999")
-    wait_until((folder / "ready").exists, STEP_S)
+    wait_until((folder / "ready").exists)
     assert not is_complete(folder, 0)
     os.killpg(process.pid, signal.SIGKILL)
-    wait_until(lambda: is_complete(folder, 0), STEP_S)
+    wait_until(lambda: is_complete(folder, 0))
     process.wait()
 
 
@@ -72,12 +71,12 @@ def test_ranks_that_ended_before_the_agent_looked_are_judged_by_their_records(fo
     """As under torchrun, which ends rank 0 once rank 1 has failed."""
     failed = started(folder, 1, "exit 7")
     failed.wait()
-    wait_until(lambda: is_complete(folder, 1), STEP_S)
+    wait_until(lambda: is_complete(folder, 1))
     ended = started(folder, 0, f"echo > {folder}/ready; exec sleep 9999")
-    wait_until((folder / "ready").exists, STEP_S)
+    wait_until((folder / "ready").exists)
     ended.terminate()
     ended.wait()
-    wait_until(lambda: is_complete(folder, 0), STEP_S)
+    wait_until(lambda: is_complete(folder, 0))
     monitor = RankMonitor(folder, (0, 1), observed=True, node=NODE)
     seen = monitor.read()
     assert {status.rank: status.wait_status for status in seen} == {0: signal.SIGTERM, 1: 7 << 8}

@@ -187,7 +187,7 @@ def test_a_plan_fits_a_screen(
     layout = ("parallel.pipeline_model_parallel_size=4", "batch.global_batch_size=1024")
     assert main(["plan", *arguments, *(word for change in layout for word in ("--set", change))]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 61
+    assert len(lines) <= 62
     assert max(map(len, lines)) <= width
     columns = [line.split()[-4:] for line in lines if line.startswith(("weights ", "total ", "share of GPU "))]
     assert all(len(cells) == 4 for cells in columns)

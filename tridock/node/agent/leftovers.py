@@ -104,8 +104,9 @@ class Leftovers:
 _ROOT_PRINTED: Final = re.compile(r"Using (.+) as PyTorch extensions root\.\.\.")
 _BATON: Final = "/torch/utils/file_baton.py:"
 _END_BYTES: Final = 4096
-_POLLS: Final = (3.0, 12.0)
-"""How often a second the main thread of a process wakes up that waits for a lock: it looks every 0.1 s."""
+_POLLS: Final = (1.0, 12.0)
+"""How often a second the main thread of a process wakes up that waits for a lock: it looks every 0.1 s, or later on a
+busy machine."""
 
 
 class LockWaits:

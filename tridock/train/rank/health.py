@@ -18,7 +18,6 @@ from tridock.contracts.checkpoint_files import Illness, Quantity
 from tridock.contracts.events import Cause
 from tridock.errors import Problem
 from tridock.experiment.schema import Experiment
-from tridock.experiment.training import learning_rate
 
 IDLE_STEPS: Final = 50
 """So many steps in a row, skipped at a loss scale that cannot fall, end a run; so many of a resumed run without any
@@ -148,7 +147,7 @@ class Health:
                 return self._skips(f"the last {row} steps were all skipped", seen, loss_scale)
         steps = seen.iteration - self._start
         counts = self._before == 0 or steps >= IDLE_STEPS
-        if seen.iteration < train.train_iters or not counts or (seen.updates and self._rises()):
+        if seen.iteration < train.train_iters or not counts or seen.updates:
             return None
         every = f"every one of its {steps} steps"
         if seen.skipped == steps:
@@ -157,9 +156,7 @@ class Health:
         parts["with a gradient that is not finite"] = steps - seen.skipped - seen.zeros - seen.updates
         kinds = ", ".join(f"{count} were {kind}" for kind, count in parts.items() if count)
         what, todo = f"of its {steps} steps {kinds}", "check the data: labels, or masks that leave nothing to learn"
-        if not self._rises():
-            what, todo = f"{every} had a learning rate of 0", "raise optimizer.min_lr or lr_decay_iters"
-        elif seen.zeros == steps:
+        if seen.zeros == steps:
             what = f"{every} had a gradient of 0"
         return _problem(seen, f"no parameter was updated: {what}", "", todo)
 
@@ -175,12 +172,6 @@ class Health:
             todo = f"lower optimizer.lr, or use {precise}"
         what = f"no parameter was updated: {what}, because the gradient overflowed in fp16"
         return _problem(seen, what, f"a loss scale of {loss_scale:g}", todo)
-
-    def _rises(self) -> bool:
-        """Whether any step of the attempt had a learning rate above 0."""
-        optimizer, train = self._experiment.optimizer, self._experiment.train
-        steps = range(self._start + 1, train.train_iters + 1)
-        return any(learning_rate(number, optimizer, train.train_iters) > 0 for number in steps)
 
 
 _SIGNS: Final = (1.0, -1.0, 1.0, -1.0, -1.0, 1.0)

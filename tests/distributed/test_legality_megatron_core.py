@@ -186,6 +186,8 @@ def test_the_schedule_is_one_of_megatrons(style: str) -> None:
     ):
         settings = {"lr_warmup_iters": warmup, "lr_decay_iters": decay, "lr": peak, "min_lr": least}
         one = case(1, {}, {}, optimizer={**settings, "lr_decay_style": style}, train={"train_iters": iterations})
+        # Megatron trains nothing with a rate that is 0 throughout.
+        reasons = [reason for reason in one.reasons() if "makes the learning rate of all" not in reason]
         try:
             scheduler(
                 SimpleNamespace(param_groups=[]),
@@ -201,9 +203,9 @@ def test_the_schedule_is_one_of_megatrons(style: str) -> None:
                 "constant",
             )
         except AssertionError:
-            assert one.reasons(), one
+            assert reasons, one
         else:
-            assert not one.reasons(), one
+            assert not reasons, one
 
 
 def test_a_warm_up_of_a_fraction_has_megatrons_rates() -> None:

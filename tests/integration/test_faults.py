@@ -119,7 +119,8 @@ class Run:
     def folder(self) -> Path:
         return self.twin.clone.folder / "runs" / self.run_id
 
-    def wait_for_training(self, beyond: int = 1) -> None:
+    def wait_for_training(self, beyond: int = 4) -> None:
+        """Until both ranks have ended more steps than it takes to learn how long a step is."""
         trained = False
 
         def trains() -> bool:

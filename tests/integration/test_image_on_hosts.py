@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rack import Rack, RackHost, build_host_image
+from tests.integration.rack import USER, Rack, RackHost, build_host_image
 from tests.integration.registry import Registry
 from tests.integration.support import ROOT, execute, own_name, succeed, wait_until
 from tests.patience import STEP_S
@@ -91,7 +91,7 @@ def log_out(rack: Rack) -> None:
         host.forget()
 
 
-def nothing_is_left(rack: Rack) -> None:
+def nothing_is_left(rack: Rack, *, logged_in: bool = True) -> None:
     names = "docker image inspect --format '{{json .RepoTags}} {{json .RepoDigests}}' "
     assert execute("bash", "-c", names + rack.image).stdout.strip() in ("", f'["{rack.image}"] []')
     for host in rack:
@@ -100,11 +100,12 @@ def nothing_is_left(rack: Rack) -> None:
             lambda host=host: host.execute(names + rack.image).stdout.strip() in ("", f'["{rack.image}"] []'),
             "the name that it was pulled by is gone",
         )  # fmt: skip
-        # In state 0A, LISTEN, on 127.0.0.1. ssh does not wait until sshd has closed a port, which the end of the
-        # connection would do too, but after a minute.
+        # In state 0A, LISTEN, on 127.0.0.1. ssh does not wait until sshd has closed a port.
         wait_until(
             lambda host=host: " 0100007F:" not in host.sh("grep ' 0A ' /proc/net/tcp"), "the forwarded port closes"
         )
+        # The end of the connection would close it too.
+        assert not logged_in or host.execute(f"pgrep --euid {USER} --exact sshd").returncode == 0, host.name
 
 
 def test_a_host_gets_the_layers_that_it_lacks_and_an_edit_alone(
@@ -181,7 +182,7 @@ def test_hosts_that_cannot_pull_get_the_whole_image_and_why(
         "allow it in its sshd_config (AllowTcpForwarding)"
     )
     assert re.fullmatch(rf"host-b: {re.escape(why)}.*connection refused", notes[1]), notes
-    nothing_is_left(hosts)
+    nothing_is_left(hosts, logged_in=False)
 
 
 @pytest.mark.parametrize(
@@ -200,5 +201,5 @@ def test_a_command_that_ends_in_the_middle_leaves_nothing_and_the_next_one_bring
         os.killpg(command.pid, number)
         assert command.wait(timeout=STEP_S) == -number
     if number == signal.SIGINT:
-        nothing_is_left(hosts)
+        nothing_is_left(hosts, logged_in=False)
     brought(hosts, wanted)

@@ -172,6 +172,27 @@ def test_slots_that_another_cluster_uses_are_not_free(rack_up: Up, second: str) 
         rack.fab("stop", "--run", run_id, "--force")
 
 
+def test_of_two_launches_at_once_at_most_one_goes_on(rack_up: Up, second: str) -> None:
+    rack, hosts = rack_up.rack, {"met-1": f"hostfiles/{CLUSTER}", "met-2": second}
+
+    def launched(name: str) -> tuple[int, str]:
+        done = rack.fab(*sleeping(name), *SLEEP, hosts=hosts[name], XDG_CACHE_HOME=f"{rack.folder}/{name}-cache")
+        return done.returncode, done.stderr
+
+    with ThreadPoolExecutor() as pool:
+        ended = dict(zip(hosts, pool.map(launched, hosts), strict=True))
+    status = json.loads(rack.fab("status", "--json").stdout)
+    active = [run["run_id"] for run in status["runs"] if run["state"] == "running"]
+    active += [other["run"]["run_id"] for other in status["others"]]
+    print(ended)
+    for name, (code, _) in ended.items():
+        if code == 0:
+            assert rack.fab("stop", "--run", run_id_of(rack.project / name), hosts=hosts[name]).returncode == 0
+    assert len(active) == sum(code == 0 for code, _ in ended.values()) <= 1
+    refused = [said for code, said in ended.values() if code]
+    assert all("is running on slots that this run would use, in cluster " in said for said in refused)
+
+
 def test_a_cluster_belongs_to_one_account(rack_up: Up, second: str) -> None:
     """In a folder that both accounts may write to, too: the second would replace the first's nodes and keys."""
     rack = rack_up.rack

@@ -11,7 +11,7 @@ from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import PlacedCode, QueuedRun
 from tridock.contracts.supervision import Supervision
-from tridock.errors import TridockError
+from tridock.errors import ClusterError, RequestError, TridockError
 from tridock.experiment import CommandExperiment
 from tridock.launchers.run import RunBundle, make_bundle
 from tridock.launchers.ssh import Ssh
@@ -19,7 +19,7 @@ from tridock.ops.checks.quick import check_quickly
 from tridock.ops.hosts.attached import NodesLock
 from tridock.ops.hosts.client import NODE, NodeClient
 from tridock.ops.nodes.containers import ensure_up, kept_up
-from tridock.ops.runs.cluster_runs import list_runs, refuse_slots_in_use, require_queue_node, slots_in_use
+from tridock.ops.runs.cluster_runs import Run, list_runs, refuse_slots_in_use, require_queue_node, slots_in_use, stop
 from tridock.ops.runs.code import ARCHIVE_END, Code, archive_member, archive_of
 from tridock.ops.runs.neighbours import await_neighbours, refuse_slots_of_neighbours
 from tridock.ops.runs.prepared import Preflight, Prepared
@@ -119,13 +119,16 @@ def launch(
             refuse_slots_of_neighbours(client)
         try:
             put_files(client, bundle, prepared.code)
-            return start(client, lock, bundle, trackers, queue=queue), client
+            started = start(client, lock, bundle, trackers, queue=queue)
         except (TridockError, KeyboardInterrupt):
             # Folders on only some nodes would look like a run that never starts.
             with suppress(TridockError):
                 if withdraw(client, bundle.run_id):
                     print(f"run {bundle.run_id} has started, or is queued; see tridock status", file=sys.stderr)
             raise
+        if not share and started.waits_for is None:
+            _stop_beside_neighbours(client, bundle.run_id)
+        return started, client
 
 
 def _ask_at_once(client: NodeClient, questions: Sequence[Callable[[], object]]) -> None:
@@ -158,7 +161,23 @@ def launch_again(
         if not share:
             refuse_slots_in_use(client)
             refuse_slots_of_neighbours(client)
-        return start(client, lock, bundle, trackers, again=True), client
+        started = start(client, lock, bundle, trackers, again=True)
+        if not share:
+            _stop_beside_neighbours(client, run_id)
+        return started, client
+
+
+def _stop_beside_neighbours(client: NodeClient, run_id: str) -> None:
+    """Stops a run that has just started if one of another cluster has started at the same time: no lock is held by
+    both, so each looks once more, and at least one of them sees the other."""
+    try:
+        refuse_slots_of_neighbours(client)
+    except RequestError:
+        stop(client, Run(run_id, client.head))
+        print(f"stopped {run_id}: a run of another cluster started on its slots at the same time", file=sys.stderr)
+        raise
+    except ClusterError as error:
+        print(f"warning: whether another cluster uses the slots of {run_id} was not seen: {error}", file=sys.stderr)
 
 
 def start(

@@ -64,7 +64,8 @@ TINY = {
 
 
 def build_host_image(store: str | None = HOST_STORE) -> None:
-    """Builds the image of a Docker host, with Debian's Docker or another one."""
+    """Builds the image of a Docker host, with Debian's Docker or another one. The engine unpacks with pigz, which
+    Docker's own packages recommend."""
     proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
     arguments = [word for name in proxies for word in ("--build-arg", name)]
     folder = str(ROOT / "tests/integration/docker_host")

@@ -79,7 +79,7 @@ def test_shards_on_disks_of_their_own(tmp_path: Path) -> None:
     assert parts == [["__0_0.distcp"], ["__1_0.distcp"]]
 
 
-@pytest.mark.full  # test_triage.py: a diverged run; tests/integration/test_docker_hosts.py: the same reason
+@pytest.mark.full  # test_triage.py: a diverged run; tests/integration/test_runs_on_docker_hosts.py: the same
 def test_a_failed_run_names_the_rank_that_failed(tmp_path: Path) -> None:
     (tmp_path / "lost").mkdir()
     (tmp_path / "lost" / LATEST).write_text("global_step5")  # its pointer only: the launch reads no more

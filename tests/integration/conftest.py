@@ -38,7 +38,10 @@ REQUIRED = os.environ.get("TRIDOCK_REQUIRE_INTEGRATION") == "1"
 
 
 # Modules that share a cluster run in one worker, one after the other; two workers have a rack each.
-RACK_1 = ("test_bad_input", "test_docker_hosts", "test_queue_over_ssh", "test_megatron", "test_run")
+RACK_1 = (
+    *("test_bad_input", "test_runs_on_docker_hosts", "test_docker_hosts", "test_queue_over_ssh", "test_megatron"),
+    "test_run",
+)
 RACK_2 = ("test_doctor", "test_disks_of_hosts", "test_data_on_hosts", "test_two_operators", "test_first_cluster")
 SLURM = ("test_slurm", "test_guide_slurm")
 CLUSTERS = {**dict.fromkeys(RACK_1, "rack"), **dict.fromkeys(RACK_2, "rack-2"), **dict.fromkeys(SLURM, "slurm")}

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.rack import CLUSTER, WORKDIR, Rack
+from tests.integration.rack import CLUSTER, UID, WORKDIR, Rack
 from tests.integration.support import wait_until
 
 NODE = f"tridock-{CLUSTER}"
@@ -62,6 +62,13 @@ class PausedRun:
 
 def lives(paused: PausedRun) -> bool:
     return all(host.ranks(paused.run_id) for host in paused.rack) and state_of(paused.rack, paused.run_id) == "running"
+
+
+def every_node_reaches_every_node(rack: Rack) -> None:
+    for source in HOSTS:
+        for target in HOSTS:
+            said = rack.node(source, "ssh", target, "echo $TRIDOCK_NODE $OMP_NUM_THREADS $(id -u)")
+            assert said == f"{target} 1 {UID}\n"
 
 
 def secret_lines(rack: Rack) -> list[str]:

@@ -22,7 +22,7 @@ def pattern(line: str) -> str:
     return r"\s+".join(re.escape(word).replace("…", ".*") for word in line.split())
 
 
-@pytest.mark.full  # test_readme.py, test_docker_hosts.py: its commands; tests/unit/test_docs_commands.py reads it
+@pytest.mark.full  # test_readme.py and others: its commands; tests/unit/test_docs_commands.py reads it
 def test_the_page_is_what_happens(rack_up: Up) -> None:
     rack = rack_up.rack
     shutil.copy(rack.project / f"hostfiles/{CLUSTER}.yaml", rack.project / "hostfile.yaml")

@@ -161,7 +161,7 @@ def test_the_first_rank_that_fails_is_named(rack_up: Up, code: Path) -> None:
     assert [host.processes(run_id) for host in rack_up.rack] == [[], []]
 
 
-@pytest.mark.full  # test_docker_hosts.py stops a run
+@pytest.mark.full  # test_runs_on_docker_hosts.py stops a run
 def test_stop_ends_the_program_on_every_node(rack_up: Up, code: Path) -> None:
     rack = rack_up.rack
     exit_code, output, run_id = run(rack, code, "--detach -- python main.py --sleep")

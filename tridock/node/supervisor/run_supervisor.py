@@ -280,8 +280,10 @@ class RunSupervisor:
         return None
 
     def _earliest_death(self) -> Verdict | None:
-        """Returns the rank of your own program that failed first, once every node has told of the ends of its ranks:
-        they may end within milliseconds, and the first report be that of a rank that its launcher ended for another."""
+        """Returns the rank of your own program that failed first, once every node has reported again.
+
+        Ranks may end within milliseconds, and the first report may name one that its launcher ended because of another.
+        """
         began = time.monotonic()
         while not self._agents.have_reported_since(began) and time.monotonic() < began + _REPORTS_S:
             self._agents.poll(_TICK_S)

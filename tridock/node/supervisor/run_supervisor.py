@@ -401,7 +401,7 @@ class RunSupervisor:
         own = verdict.cause in (Cause.LOGIN_REFUSED, Cause.SEPARATE_WORLDS) and self._failed_node(verdict.code) is None
         if verdict.cause.event not in known or own:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
-            about["path"] = verdict.path
+            about |= {"path": verdict.path, "wait_status": verdict.wait_status}
             given = {name: value for name, value in about.items() if value is not None}
             append_event(self._folder, verdict.cause.event, **given, reason=verdict.reason)
         self._print(str(verdict))

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tridock.contracts import heartbeat, run_folder
+from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event, events_of
 from tridock.contracts.hang_limits import STEPS, learnt_s
@@ -173,6 +173,9 @@ class RunSupervisor:
             verdict = self._lost_peer() or verdict
         if verdict is not None and self._supervision.observed and verdict.cause.event is Event.RANK_DIED:
             verdict = self._earliest_death() or verdict
+            if verdict.asked_to_end and not process_records.folder_of(self._folder, "").exists():
+                self._wait_for_launcher(_OWN_END_S)  # which ended the rank for another one, that nothing has seen
+                verdict = self._failed_node(verdict.code) or verdict
         if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
             verdict = self._record(verdict)
         if verdict is not None and verdict.cause.event in (Event.RUN_FAILED, Event.RANK_DIED):

@@ -51,6 +51,7 @@ def test_two_nodes_are_one_run(tmp_path: Path, shared: bool) -> None:
     assert "--node-rank 1" in (other / "launch-1.sh").read_text()
     assert yaml.safe_load((other / "experiment.yaml").read_text())["batch"]["global_batch_size"] == 8
     assert f"run {run.name}: 2 ranks on 2 nodes, this one is 1, TP1 PP1 DP2; folder {other}\n" in outputs[0]
+    assert "\nhang limit: 30 s or 3 longest steps without progress; at first 1,800 s\n" in outputs[1]
 
 
 def test_another_experiment_on_one_node_stops_both(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def finished(rack_up: Up) -> Finished:
 
 def test_a_launch_follows_the_run_to_its_end(rack_up: Up, finished: Finished) -> None:
     run_id, output = finished.run_id, finished.output
-    assert f"run {run_id}: 2 ranks on 2 nodes, TP1 PP1 DP2" in output
+    assert f"run {run_id}: 2 ranks on 2 nodes, TP1 PP1 DP2\nhang limit: 30 s or 3 longest steps " in output
     assert f"run {run_id} is done; its folder is host-a:{RUNS}/{run_id}" in output
     losses = [entry["loss"] for entry in metrics(rack_up.rack, run_id) if "split" not in entry]
     assert len(losses) == 12

@@ -91,3 +91,15 @@ def test_secrets_of_trackers_are_their_owners_alone(tmp_path: Path, umask: str) 
     done = subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, text=True, env=env)
     path = Path(done.stdout.strip())
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [("000", 0o664), ("002", 0o664), ("077", 0o600)])
+def test_a_data_set_follows_the_umask_and_is_never_everybodys_to_write(tmp_path: Path, umask: str, mode: int) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "1 2 3"}\n' * 9)
+    options = ["--input", "t.jsonl", "--output-prefix", "data/t", "--workers", "1", "--quiet"]
+    options += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    tridock = [sys.executable, "-m", "tridock.cli", "data", "preprocess", *options]
+    argv = ["sh", "-c", f'mkdir data; umask {umask}; exec "$@"', "sh", *tridock]
+    subprocess.run(argv, cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "data").glob("t_*")}
+    assert modes == dict.fromkeys((f"t_text_document.{kind}" for kind in ("bin", "idx", "json")), mode)

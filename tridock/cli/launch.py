@@ -139,6 +139,7 @@ def report_start(arguments: Arguments, client: NodeClient, bundle: RunBundle) ->
         write_atomic(arguments.run_id_file, f"{bundle.run_id}\n".encode())
     if arguments.quiet:
         say(bundle.run_id)
+    arguments.note(bundle.supervision.hang_limit)
     if bundle.waits_for is not None:
         if not arguments.quiet:
             say(_queue_message(arguments, client, bundle))

@@ -72,7 +72,7 @@ def write_below(
     folder: Path,
     name: str,
     content: bytes | IO[bytes],
-    mode: int = 0o644,
+    mode: int | None = None,
     *,
     mtime: float | None = None,
     durable: bool = True,

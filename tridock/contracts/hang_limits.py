@@ -71,10 +71,12 @@ def learnt_s(hang_s: float, longest_step_s: float = 0.0, planned_step_s: float |
     return max(hang_s, STEPS * longest_step_s, STEPS * (planned_step_s or 0.0))
 
 
-def described(hang_s: float, planned_step_s: float | None = None) -> str:
-    """Returns the limits of a run's steps for people, before the run."""
+def described(hang_s: float, planned_step_s: float | None = None, *, observed: bool = False) -> str:
+    """Returns the limits of a run's steps for people, before the run. ``observed``: of ranks without heartbeats."""
     if not hang_s:
         return "none: launch.hang_timeout is 0"
+    if observed:
+        return f"{hang_s:,.0f} s without output or processor time"
     first = limit_s(heartbeat.FIRST_STEP, hang_s, planned_step_s=planned_step_s)
     usual = learnt_s(hang_s, planned_step_s=planned_step_s)
     return f"{usual:,.0f} s or {STEPS} longest steps without progress; at first {first:,.0f} s"

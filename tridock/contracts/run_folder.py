@@ -129,9 +129,9 @@ def read_text(path: Path) -> str:
 
 
 def write_atomic(
-    path: Path, content: bytes | IO[bytes], mode: int = 0o644, *, durable: bool = True, dir_fd: int | None = None
+    path: Path, content: bytes | IO[bytes], mode: int | None = None, *, durable: bool = True, dir_fd: int | None = None
 ) -> None:
-    """Writes bytes, or the rest of a stream, to a file: atomically, and with its final mode.
+    """Writes bytes, or the rest of a stream, to a file: atomically, with this ``mode`` or else what the umask leaves.
 
     A file that is not ``durable`` may be empty after a power failure; writing it takes no wait for the disk.
     ``dir_fd``: the folder that ``path``, then a mere name, is in.
@@ -140,9 +140,12 @@ def write_atomic(
         path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_of(path)
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
+        descriptor = os.open(
+            partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode, dir_fd=dir_fd
+        )
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), mode)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             shutil.copyfileobj(io.BytesIO(content) if isinstance(content, bytes) else content, file, 1 << 20)
             file.flush()
             if durable:

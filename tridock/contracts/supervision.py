@@ -10,6 +10,7 @@ from typing import Self
 
 from tridock.contracts import run_folder
 from tridock.contracts.codec import JSON_VERSION, decode, schema_digest
+from tridock.contracts.hang_limits import described
 from tridock.contracts.node_answers import PROTOCOL
 from tridock.contracts.trackers import Notification, Tracker
 
@@ -103,6 +104,11 @@ class Supervision:
         Excludes scheduled jobs, which are requeued, and your own program, which got the head's address at its start.
         """
         return bool(self.max_restarts and self.remote and self.on_head) and not (self.scheduler or self.observed)
+
+    @property
+    def hang_limit(self) -> str:
+        """The line of the limits, for people, as a run starts."""
+        return f"hang limit: {described(self.hang_timeout_s, self.planned_step_s, observed=self.observed)}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -201,12 +201,19 @@ _COMPOSER: Final = Program(
             *("--stdout", "--stderr"),
         )
     ),
+    module="-m",
+    own_logs=frozenset(("-c", "--command-mode", "--module-mode")),
 )
 _MPIRUN_FLAGS: Final = frozenset((
     *("allow-run-as-root", "oversubscribe", "nooversubscribe", "report-bindings", "display-map", "nolocal", "q", "v"),
     *("display-allocation", "tag-output", "timestamp-output", "use-hwthread-cpus", "quiet", "verbose"),
     *("disable-recovery", "bynode", "byslot", "bycore", "bysocket", "bind-to-core", "bind-to-socket", "bind-to-none"),
     "pernode",
+))  # fmt: skip
+_MPIRUN_VALUES: Final = frozenset((
+    *("x", "bind-to", "map-by", "rank-by", "N", "npernode", "npersocket", "wdir", "wd", "path", "prefix", "timeout"),
+    *("output-filename", "output", "stdin", "rankfile", "rf", "tune", "cpus-per-proc", "cpus-per-rank", "cpu-set"),
+    *("cpu-list", "display"),
 ))  # fmt: skip
 _MPIRUN_PAIRS: Final = frozenset(("mca", "gmca"))
 _OTHER: Final = Program("any other program", lambda place, _: (*_torchrun(place, frozenset()), "--no-python"))
@@ -283,6 +290,9 @@ def on_node(argv: Sequence[str], place: Place, per: Per | None = None) -> Argv:
     if program is _OTHER and (behind := next((word for word in argv[:script] if word in _BEHIND), None)):
         what, todo = f"starts {behind} once per slot, each alone", f"begin with {behind}, or add --per node"
         raise RequestError(Problem("command", what, " ".join(argv), todo))
+    if program is _MPIRUN and _names_its_program(argv, named, script):
+        watched = (place.python, "-P", "-m", _RANK_OUTPUT, "--watched")
+        return (*argv[:named], *program.options(place, frozenset()), *argv[named:script], *watched, *argv[script:])
     sizes = {len(slots) for slots in place.slots.values()}
     if program in (_OTHER, _ACCELERATE) and len(sizes) > 1:
         what = "starts once per slot" if program is _OTHER else f"{program.name} starts as many ranks on each node"
@@ -332,6 +342,13 @@ def _end_of_mpirun(argv: Sequence[str], place: int) -> int:
         while values and place < len(argv) and not argv[place].startswith("-"):
             place, values = place + 1, values - 1
     return place
+
+
+def _names_its_program(argv: Sequence[str], place: int, script: int) -> bool:
+    """Whether what mpirun starts is known for certain: one program, after options that are all known."""
+    options = {word.lstrip("-") for word in argv[place:script] if word.startswith("-")}
+    known = options <= _MPIRUN_FLAGS | _MPIRUN_PAIRS | _MPIRUN_VALUES
+    return known and ":" not in argv and script < len(argv) and argv[script] != "--"
 
 
 def _options(argv: Sequence[str]) -> dict[str, str]:

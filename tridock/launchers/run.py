@@ -157,6 +157,10 @@ class RunBundle:
     waits_for: tuple[str, ...] | None = None
     """For a queued run, the runs that hold its slots or precede it."""
 
+    @property
+    def supervision(self) -> Supervision:
+        return Supervision.from_json(self.files[run_folder.SUPERVISION].decode())
+
 
 def make_bundle(run: Run, launcher: Launcher) -> RunBundle:
     """Composes the head's command and the first files of the run's folder.

@@ -26,7 +26,7 @@ from tridock.contracts.process_records import ProcessRecord
 from tridock.node.agent.memory_kills import memory_kills
 
 _START_S: Final = 30.0
-"""Seconds for the watching process to start; the rank then goes on without it."""
+"""Seconds to wait for the watching process to start; after that the rank runs without it."""
 _POLL_S: Final = 0.02
 _KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", environment.RUN_ID)
 _PIDFD_INFO: Final = "=Q52xi"  # mask, other fields, exit_code

@@ -16,6 +16,8 @@ from tridock.node import process_end
 
 PROGRAM = "--program"
 """First argument, if the rest is any program and not arguments of Python."""
+WATCHED = "--watched"
+"""The same for a program whose output is left alone: mpirun gives it a terminal, which flushes every line."""
 # Detached, as a program may wait for all of its children; ignores the rank's signals, to copy its last lines.
 _COPY = 'trap "" INT TERM HUP; tee -a "$0" <&3 3<&- &'
 
@@ -24,7 +26,8 @@ def main() -> None:
     """Copies all further output, has this process watched, and replaces it with the program."""
     argv = sys.argv[1:]
     local_rank = [argv.pop(0)] if argv and argv[0].startswith(("--local_rank=", "--local-rank=")) else []
-    if argv[:1] == [PROGRAM]:
+    watched = argv[:1] == [WATCHED]
+    if watched or argv[:1] == [PROGRAM]:
         command = argv[1:]
     else:  # DeepSpeed adds its arguments after the script, or after -m and the module
         script = 2 if argv[:1] == ["-m"] else 1
@@ -32,7 +35,8 @@ def main() -> None:
     folder, rank = os.environ.get(environment.RUN_FOLDER), environment.rank_of(os.environ)
     if folder is not None and rank is not None:
         process_end.watch(Path(folder), rank)
-        copy_output(Path(folder) / run_folder.rank_log(rank))
+        if not watched:
+            copy_output(Path(folder) / run_folder.rank_log(rank))
     try:
         os.execvp(command[0], command)  # noqa: S606 - the user's program
     except OSError as error:
@@ -45,7 +49,7 @@ def _not_started(program: str, why: str) -> None:
 
     cause, reason = Cause.PROGRAM_NOT_STARTED, f"cannot start {program}: {why}"
     if folder := os.environ.get(environment.RUN_FOLDER):
-        rank, node = int(os.environ.get("RANK") or 0), os.environ.get(environment.NODE, "")
+        rank, node = environment.rank_of(os.environ) or 0, os.environ.get(environment.NODE, "")
         append_event(Path(folder), cause.event, rank=rank, node=node, cause=cause, reason=reason)
     print(f"{program}: cannot be started; got {why}; install it in the image", file=sys.stderr)
     sys.exit(127)

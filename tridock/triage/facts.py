@@ -13,10 +13,13 @@ from tridock.triage.first_failure import FirstFailure, first_failure, memory_kil
 _STEPS: Final = 5
 _GIB: Final = 2**30
 _RAISED: Final = re.compile(
-    r"^(?P<rank>(?:\[rank\d+\]: )?)Traceback \(most recent call last\):\n(?:(?P=rank)(?: .*)?\n)*(?P=rank)(\S.*)",
+    r"^(?P<node>(?:(?!\[rank)\S+: )?)(?P<rank>(?:\[rank\d+\]: )?)Traceback \(most recent call last\):\n"
+    r"(?:(?P=node)(?P=rank)(?: .*)?\n)*(?P=node)(?P=rank)(\S.*)",
     re.MULTILINE,
 )
-"""A traceback up to its last line; torch prefixes each line with the rank."""
+"""A traceback up to its last line. Tridock prefixes each line of several nodes with the node, torch with the rank."""
+_OF_PYTHON: Final = 1 << 8
+"""The wait status of a Python program that an exception has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
     return Facts(
         exit_code,
         first,
-        reason=_reason(first, log),
+        reason=_reason(first, log, answer.launcher),
         log=log,
         launcher=answer.launcher,
         steps=tuple(Step(int(it["iteration"]), it.get("loss")) for it in answer.metrics if "split" not in it)[-_STEPS:],
@@ -113,14 +116,18 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
     )
 
 
-def _reason(first: FirstFailure | None, log: str) -> str:
+def _reason(first: FirstFailure | None, log: str, launcher: str) -> str:
     if first is None:
         return ""
     reason = str(first.event.get("reason") or first.reason)
     if first.event.get("rank") != first.rank:  # the event is from a rank that waited for it
         return f"{first.reason}\n{reason}"
     if first.event.get("cause") in (Cause.RANK_EXITED, Cause.RANK_GONE) and (raised := _RAISED.findall(log)):
-        return str(raised[-1][1])
+        return str(raised[-1][2])
+    is_raised = first.event.get("wait_status") == _OF_PYTHON or first.event.get("cause") == Cause.PROGRAM_FAILED
+    if not log and is_raised:  # the program's launcher prints errors of its own after that of the rank
+        printed = (error for node, _, error in _RAISED.findall(launcher) if node in ("", f"{first.node}: "))
+        return next(printed, reason)
     # An exception's repr omits a file's name; the last line of its traceback includes it.
     name = re.match(r"(\w+)\(", reason)
     traced = name and re.findall(rf"^(?:\w+\.)*{name[1]}: .+", log, re.MULTILINE)

@@ -89,3 +89,8 @@ def test_other_phases() -> None:
 )
 def test_what_a_plan_says(hang_s: int, plan: float | None, text: str) -> None:
     assert described(hang_s, plan) == text
+
+
+def test_what_is_said_of_a_program_without_heartbeats() -> None:
+    assert described(1800.0, observed=True) == "1,800 s without output or processor time"
+    assert described(0.0, observed=True) == "none: launch.hang_timeout is 0"

@@ -14,6 +14,7 @@ from tridock.launchers.self_launchers import Per
 SLOTS = {"a": (0, 1), "b": (0, 1)}
 START_RANKS = "tridock-python -P -m tridock.node start-ranks"
 LOG = "tridock.node.rank_output"
+WATCHED = f"tridock-python -P -m {LOG} --watched"
 DEEPSPEED = (
     f"--hostfile /r/hostfile --master_addr 192.0.2.1 --master_port 29500 --launcher pdsh --no_ssh_check --module {LOG}"
 )
@@ -54,7 +55,7 @@ def line(command: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = 
         ),
         (
             "mpirun --bind-to none python train.py",
-            "mpirun --hostfile /r/hostfile -np 4 -x A -x B --bind-to none python train.py",
+            f"mpirun --hostfile /r/hostfile -np 4 -x A -x B --bind-to none {WATCHED} python train.py",
         ),
         (
             "deepspeed train.py --deepspeed_config ds.json",
@@ -75,7 +76,7 @@ def line(command: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = 
         (
             "composer train.py",
             "composer --nproc 2 --world_size 4 --base_rank 2 --node_rank 1 --master_addr 192.0.2.1 --master_port 29500"
-            " train.py",
+            f" -m {LOG} train.py",
         ),
         (
             "python train.py 'a b'",
@@ -120,10 +121,21 @@ def test_options_that_the_cluster_decides_are_refused(command: str, name: str, r
 
 @pytest.mark.parametrize(
     "own",
-    ["", "--oversubscribe ", "--bind-to none ", "--mca btl tcp,self ", "-x A=b --tag-output -mca a b ", "-- "],
+    ["", "--oversubscribe ", "--bind-to none ", "--mca btl tcp,self ", "-x A=b --tag-output -mca a b "],
 )
 def test_the_options_of_a_program_under_mpirun_are_its_own(own: str) -> None:
-    assert line(f"mpirun {own}./a.out -n 5 -H x").endswith(f" {own}./a.out -n 5 -H x")
+    assert line(f"mpirun {own}./a.out -n 5 -H x").endswith(f" {own}{WATCHED} ./a.out -n 5 -H x")
+
+
+@pytest.mark.parametrize("own", ["-- ./a.out", "--no-such-option ./a.out", "./a.out : -np 2 ./b.out", "--bind-to"])
+def test_what_mpirun_starts_is_left_alone_where_it_is_not_certain(own: str) -> None:
+    assert line(f"mpirun {own}").endswith(f" {own}")
+
+
+@pytest.mark.parametrize("own", ["-c ./a.out", "--command_mode run.py", "--module_mode mine"])
+def test_what_composer_starts_is_left_alone_unless_it_is_a_script_or_a_module(own: str) -> None:
+    assert line(f"composer {own}").endswith(f" {own}")
+    assert line("composer -m mine --x").endswith(f" -m {LOG} -m mine --x")
 
 
 def test_what_kind_of_ranks_accelerate_starts_is_the_users_to_say() -> None:
@@ -140,7 +152,7 @@ def test_output_is_copied_by_rank_unless_the_user_sees_to_it() -> None:
     assert has_rank_logs(["./a.out"])
     for it in ("torchrun --tee 3 train.py", "torchrun --no-python ./run", "torchrun -- train.py", "mpirun ./a.out"):
         assert not has_rank_logs(shlex.split(it))
-        assert LOG not in line(it)
+        assert f"{LOG} " not in line(it).replace(WATCHED, "")
 
 
 @pytest.mark.parametrize(

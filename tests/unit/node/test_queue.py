@@ -116,7 +116,7 @@ def test_five_runs_one_after_another_and_one_beside_them_also_where_a_supervisor
     wait_until(lambda: order(workspace).endswith("b"))
     assert (runs[0] / "exit_code").read_text() == "0\n"
     assert queued(workspace) == ["c", "e"]
-    # Nobody tells that this one has ended: the next starts with whoever looks.
+    # Nobody reports that this one has ended: the next starts with whoever looks.
     for pid in supervisors(workspace):
         with suppress(ProcessLookupError):  # that of the first, which has started this one
             os.kill(pid, signal.SIGKILL)

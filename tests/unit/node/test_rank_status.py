@@ -33,7 +33,7 @@ with open("/dev/null", "wb", buffering=0) as file:
 
 @contextmanager
 def rank(folder: Path, phase: str) -> Iterator[subprocess.Popen[str]]:
-    """A rank in this phase that writes as many bytes as it is told, then answers."""
+    """A rank in this phase: for each number on its input it writes that many bytes, then answers."""
     argv = [sys.executable, "-c", RANK, str(folder), phase]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         answer(process)

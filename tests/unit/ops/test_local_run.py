@@ -13,6 +13,8 @@ import pytest
 
 from tests.dataset_writer import IndexedDatasetWriter
 from tridock.cli import main
+from tridock.contracts import run_folder
+from tridock.contracts.supervision import Supervision
 from tridock.contracts.tokenizers import sha256s_in
 from tridock.experiment import load_experiment
 from tridock.experiment.transformers_config import config_of
@@ -189,5 +191,8 @@ def test_quiet_is_without_the_output_of_the_run(
     script.write_text('#!/bin/sh\n[ "$1" != follow ] || { echo iteration 1/1; echo an error >&2; }\n')
     script.chmod(0o755)
     monkeypatch.setattr(local_run, "node_argv", lambda: [str(script)])
+    run = Supervision("localhost", {}, (), master_port=1, hang_timeout_s=0.0)
+    (tmp_path / run_folder.SUPERVISION).write_text(run.to_json())
     assert local_run.start_and_follow(tmp_path, 2, quiet=quiet) == 0
-    assert capfd.readouterr() == ("" if quiet else "iteration 1/1\n", "an error\n")
+    said = "hang limit: none: launch.hang_timeout is 0\niteration 1/1\n"
+    assert capfd.readouterr() == ("" if quiet else said, "an error\n")

@@ -168,6 +168,26 @@ def test_a_program_that_failed_is_explained_by_its_exception() -> None:
     assert (facts.reason, facts.has_log) == ("my.BadError: no more", False)
 
 
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"event": "rank_died", "cause": Cause.RANK_EXITED, "rank": 1, "wait_status": 1 << 8}, "my.BadError: no more"),
+        ({"event": "node_failed", "cause": Cause.PROGRAM_FAILED}, "my.BadError: no more"),
+        ({"event": "rank_died", "cause": Cause.RANK_EXITED, "rank": 1, "wait_status": 3 << 8}, "ended"),
+    ],
+)
+def test_of_a_rank_without_a_log_the_first_exception_of_its_node_counts(about: dict[str, object], said: str) -> None:
+    lines = ["Traceback (most recent call last):", "  File x", "my.BadError: no more"]
+    own, footer, other = (
+        "".join(f"{node}: {line}\n" for line in [*lines[:2], last])
+        for node, last in (("b", lines[2]), ("b", "starter.Error: a rank has failed"), ("a", "OSError: lost b"))
+    )
+    event = json.dumps({**about, "node": "b", "reason": "ended"})
+    plan = {"ranks": [{"rank": 1, "node": "b"}]}
+    facts = facts_of({"a": Evidence(events=event, plan=plan, launcher=f"{other}{own}{footer}")}, "a", 4)
+    assert facts.reason == said
+
+
 def test_nothing_is_known() -> None:
     assert diagnose(Facts(4)).rule == "unknown"
     assert diagnose(failed("ValueError('a bug')")).rule == "unknown"

@@ -204,7 +204,7 @@ class RankMonitor:
 
 
 def _begun(record: ProcessRecord) -> Heartbeat:
-    """Returns the first heartbeat of a rank that only its record tells of."""
+    """Returns the first heartbeat of a rank that is known only from its record."""
     return Heartbeat(record.pid, record.start_ticks, 0, 0, heartbeat.OBSERVED, 0, record.started_s)
 
 

@@ -242,7 +242,7 @@ class AgentConnections:
         }
 
     def have_reported_since(self, moment: float) -> bool:
-        """Whether every node has told of its ranks since then."""
+        """Whether every node has sent the status of its ranks since then."""
         return all(connection.reported_at >= moment for connection in self._nodes.values())
 
     def memory_kills(self) -> dict[str, int]:

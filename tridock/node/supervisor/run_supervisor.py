@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tridock.contracts import heartbeat, run_folder
+from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event, events_of
 from tridock.contracts.hang_limits import STEPS, learnt_s
@@ -173,6 +173,9 @@ class RunSupervisor:
             verdict = self._lost_peer() or verdict
         if verdict is not None and self._supervision.observed and verdict.cause.event is Event.RANK_DIED:
             verdict = self._earliest_death() or verdict
+            if verdict.asked_to_end and not process_records.folder_of(self._folder, "").exists():
+                self._wait_for_launcher(_OWN_END_S)  # which ended the rank for another one, that nothing has seen
+                verdict = self._failed_node(verdict.code) or verdict
         if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
             verdict = self._record(verdict)
         if verdict is not None and verdict.cause.event in (Event.RUN_FAILED, Event.RANK_DIED):
@@ -280,8 +283,10 @@ class RunSupervisor:
         return None
 
     def _earliest_death(self) -> Verdict | None:
-        """Returns the rank of your own program that failed first, once every node has told of the ends of its ranks:
-        they may end within milliseconds, and the first report be that of a rank that its launcher ended for another."""
+        """Returns the rank of your own program that failed first, once every node has reported again.
+
+        Ranks may end within milliseconds, and the first report may name one that its launcher ended because of another.
+        """
         began = time.monotonic()
         while not self._agents.have_reported_since(began) and time.monotonic() < began + _REPORTS_S:
             self._agents.poll(_TICK_S)
@@ -399,7 +404,7 @@ class RunSupervisor:
         own = verdict.cause in (Cause.LOGIN_REFUSED, Cause.SEPARATE_WORLDS) and self._failed_node(verdict.code) is None
         if verdict.cause.event not in known or own:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
-            about["path"] = verdict.path
+            about |= {"path": verdict.path, "wait_status": verdict.wait_status}
             given = {name: value for name, value in about.items() if value is not None}
             append_event(self._folder, verdict.cause.event, **given, reason=verdict.reason)
         self._print(str(verdict))

@@ -3,7 +3,7 @@
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tridock.contracts import heartbeat
@@ -43,6 +43,8 @@ class Verdict:
     """Whether SIGTERM ended the rank, which a launcher sends after losing another node."""
     path: str | None = None
     """The file on the node that is the reason."""
+    wait_status: int | None = field(default=None, compare=False)
+    """How the process of the rank ended, as in wait(2), if that is the reason."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank} on {self.node}" if self.rank is not None else self.node or "the launcher"
@@ -77,7 +79,7 @@ def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
     if status.phase == heartbeat.FAILED:
         return Verdict(Cause.RANK_FAILED, "failed", node, status.rank, status.code or RunError.exit_code)
     asked_to_end = status.wait_status == signal.SIGTERM
-    return Verdict(*ending(status), node, status.rank, asked_to_end=asked_to_end)
+    return Verdict(*ending(status), node, status.rank, asked_to_end=asked_to_end, wait_status=status.wait_status)
 
 
 def first_gone(statuses_by_node: StatusByNode, since: float = 0.0, code: int = RunError.exit_code) -> Verdict | None:

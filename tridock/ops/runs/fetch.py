@@ -156,7 +156,7 @@ def _unpack_all(run: Run, archives: Mapping[str, Path], folder: Path) -> set[str
         raise ClusterError(Problem(run.run_id, "its folder is on no node any more", "", todo))
     for checkpoint, manifest in found.items():
         ClusterError.raise_for(damage(checkpoint, manifest.here, manifest.here, read=True))
-        write_atomic(checkpoint / MANIFEST, manifest.to_bytes(), 0o666 & ~_umask())
+        write_atomic(checkpoint / MANIFEST, manifest.to_bytes())
     return left_out
 
 
@@ -206,7 +206,7 @@ def _bring_checkpoint(client: NodeClient, run: Run, folder: Path, home: Path, it
         _unpack(node, archive, target)
         archive.unlink()
     ClusterError.raise_for(damage(target, entries, missing, read=True))
-    write_atomic(target / MANIFEST, Manifest(entries, ill=ill.get(number)).to_bytes(), 0o666 & ~_umask())
+    write_atomic(target / MANIFEST, Manifest(entries, ill=ill.get(number)).to_bytes())
     return number
 
 
@@ -285,7 +285,7 @@ def _unpack(node: str, archive: Path, folder: Path) -> set[str]:
             if _is_gits(entry.name):
                 left_out.add(entry.name)
             elif content is not None:
-                mode = (0o777 if entry.mode & 0o100 else 0o666) & ~umask
+                mode = 0o777 & ~umask if entry.mode & 0o100 else None
                 with content:
                     write_below(folder, entry.name, content, mode, mtime=entry.mtime, durable=False)
             elif entry.isdir():

@@ -206,7 +206,7 @@ def start(
 
 def _share_secrets(client: NodeClient, bundle: RunBundle, secrets: bytes | None) -> None:
     """Sends the secrets of a started run to the nodes that may supervise it if the head is lost."""
-    supervision = Supervision.from_json(bundle.files[run_folder.SUPERVISION].decode())
+    supervision = bundle.supervision
     if secrets is None or not supervision.may_be_taken_over:
         return
 

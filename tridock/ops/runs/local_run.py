@@ -19,6 +19,7 @@ from tridock.contracts import environment, run_folder
 from tridock.contracts.node_answers import Evidence
 from tridock.contracts.records import check_run
 from tridock.contracts.run_state import exit_code_of
+from tridock.contracts.supervision import Supervision
 from tridock.contracts.trackers import wait_for_delivery
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import CommandExperiment, dump_experiment
@@ -229,6 +230,8 @@ def start_and_follow(
     ``again``: resumes the run once its previous supervisor has ended, within ``patience_s`` seconds. ``secrets`` are
     those of its trackers, which this function waits for at the end.
     """
+    if not quiet:
+        print(Supervision.read(folder).hang_limit)
     env = node_environment(ranks)
     log = folder / run_folder.LAUNCHER_LOG
     offset = log.stat().st_size if again and log.exists() else 0

@@ -32,7 +32,7 @@ class Preflight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared(Run):
-    """A run that may start; its manifest tells only of its inputs."""
+    """A run that may start; its manifest lists only its inputs."""
 
     code: Code | None = None
     """The user's code, in a copy of which the program runs."""
@@ -46,7 +46,7 @@ class Prepared(Run):
         return Preflight(port_of(client.head, answer, None), answer.image_manifest)
 
     def with_files_of(self, _workspace: Path) -> Self:
-        """Returns it with what the manifest tells of this machine's files. A program's are unknown."""
+        """Returns it with this machine's files in the manifest. A program's are unknown."""
         return self
 
 

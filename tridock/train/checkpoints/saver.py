@@ -72,7 +72,7 @@ class Saver:
     def save(self, start: Start, iteration: int, is_last: bool, ill: Illness | None = None) -> float:
         """Saves a checkpoint; returns the seconds for which training paused. A collective.
 
-        A write error ends the run only if this ``is_last``. A warning tells of one in ``ill`` health.
+        A write error ends the run only if this ``is_last``. A checkpoint in ``ill`` health gets a warning.
         """
         started = time.monotonic()
         with self._phases.inside(CHECKPOINT):

@@ -12,7 +12,7 @@ from tests.unit.ops.slurm.conftest import Answer, begin_job, events, requeued
 from tridock.cli import main
 from tridock.ops.slurm import supervise
 
-# A run of one rank that needs no torch: it tells of its end as rank 0 would.
+# A run of one rank that needs no torch: it reports its end as rank 0 would.
 RANK = """\
 import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1])

@@ -26,7 +26,7 @@ from tridock.contracts.node_answers import Space, Stopped
 from tridock.contracts.rank_status import AgentMessage
 from tridock.contracts.rotated_logs import RANK_BYTES, rotate
 from tridock.contracts.supervision import Supervision
-from tridock.node.agent.leftovers import Leftovers, LockWaits
+from tridock.node.agent.leftovers import Leftovers, lock_waits
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
@@ -213,10 +213,10 @@ class NodeAgent:
             launch, age_s = int(arguments[0]), float(arguments[1])
             self._missed_launch = launch if container_age_s() < age_s else 0
         elif verb == "stacks":
-            waits, ranks = LockWaits(self._folder), [int(rank) for rank in arguments]
+            ranks = [int(rank) for rank in arguments]
             stacks = self._monitor.stacks(ranks)
             locks: dict[int, str] = {}
-            _within(_CLEAR_PATIENCE_S, lambda: locks.update(waits.read(ranks, stacks)))
+            _within(_CLEAR_PATIENCE_S, lambda: locks.update(lock_waits(self._folder, ranks, stacks)))
             self._print(AgentMessage(stacks=stacks, build_locks=dict(locks)))
         elif verb == "signal":
             self._monitor.send_signal(signal.Signals[arguments[0]])

@@ -54,7 +54,7 @@ _TERM_S: Final = 2.5
 """Seconds between SIGTERM and SIGKILL."""
 _STOP_PATIENCE_S: Final = 6.0
 _STOPPED_PATIENCE_S: Final = 20.0
-_STACKS_PATIENCE_S: Final = 5.0
+_STACKS_PATIENCE_S: Final = 10.0
 _LAST_WORD_S: Final = 1.5
 _FIRST_REPORT_S: Final = 20.0
 """Seconds for the agents of your own program to start and report after its launcher has ended."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -146,8 +147,9 @@ class NodeAgent:
             if gone - dead or now - self._reported >= _REPORT_S:
                 disk = own_disk(self._folder, on_head=self._on_head)
                 stopped, ranks = self._is_stopped(), tuple(statuses)
-                kills, missed = self._monitor.memory_kills, self._missed_launch
-                self._print(AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=missed, memory_kills=kills))
+                kills, links, missed = self._monitor.memory_kills, self._monitor.link_faults, self._missed_launch
+                about = AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=missed, memory_kills=kills)
+                self._print(replace(about, links=links, clock_s=time.time()))
                 self._reported, dead = now, gone
 
     def _say_alive(self) -> None:

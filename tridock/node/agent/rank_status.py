@@ -14,7 +14,8 @@ from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.hang_limits import LIMITS, PROGRESS_BYTES
 from tridock.contracts.heartbeat import Heartbeat
 from tridock.contracts.process_records import ProcessRecord
-from tridock.contracts.rank_status import RankStatus
+from tridock.contracts.rank_status import LinkFaults, RankStatus
+from tridock.node.agent.links import link_counters, link_faults
 from tridock.node.agent.memory_kills import memory_kills
 from tridock.node.agent.observed_ranks import ObservedRanks
 from tridock.node.agent.processes import find_processes
@@ -33,7 +34,7 @@ class RankMonitor:
     def __init__(self, folder: Path, ranks: Sequence[int], *, observed: bool = False, node: str = "") -> None:
         self.folder, self.ranks, self._node = folder, tuple(ranks), node
         self._observed = ObservedRanks(folder.name) if observed else None
-        self._memory_kills_before = memory_kills()
+        self._memory_kills_before, self._links_before = memory_kills(), link_counters()
         self._pidfds: dict[int, int] = {}
         self._signalled: set[tuple[int, int]] = set()
         self._clear()
@@ -56,7 +57,7 @@ class RankMonitor:
         if self._observed is not None:
             self._observed.reset()
             process_records.remove(self.folder, self._node)
-        self._memory_kills_before = memory_kills()
+        self._memory_kills_before, self._links_before = memory_kills(), link_counters()
         self._clear()
 
     def read(self) -> list[RankStatus]:
@@ -94,6 +95,11 @@ class RankMonitor:
         """How many processes the kernel has killed here for memory since the attempt's start."""
         before = (record.memory_kills for record in self._records.values())
         return max(0, memory_kills() - min(before, default=self._memory_kills_before))
+
+    @property
+    def link_faults(self) -> tuple[LinkFaults, ...]:
+        """The network links here that went down or had errors since the attempt's start."""
+        return link_faults(self._links_before, link_counters())
 
     @property
     def awaits_records(self) -> bool:

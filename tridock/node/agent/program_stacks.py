@@ -56,6 +56,7 @@ def _stacks(program: str, deadline: float, pid: int) -> str:
         return f"none: py-spy has not read process {pid} within {PY_SPY_S:.0f} s\n"
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it says nothing"])[0].removeprefix("Error: ")
+        why = why.partition(": Try running again")[0]  # with sudo, which a node has not
         return f"none: py-spy cannot read process {pid}: {why}\n"
     return "".join(map(_text, sorted(json.loads(done.stdout), key=_is_main)))
 

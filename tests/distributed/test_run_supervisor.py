@@ -36,6 +36,17 @@ found = EventAccumulator(sys.argv[1] + "/trackers/tensorboard", size_guidance={"
 found.Reload()
 print([event.step for event in found.Scalars("loss")])
 """
+SILENT = """
+import os, sys, time
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+def reads_a_file_that_does_not_answer():
+    time.sleep(9999)
+if rank:
+    reads_a_file_that_does_not_answer()
+dist.barrier()
+"""
 
 
 # ---- deaths --------------------------------------------------------------------------------------
@@ -298,6 +309,20 @@ def test_a_rank_that_hangs_is_named_with_the_place(make: Make) -> None:
     assert log.startswith("tridock: rank 1 makes no progress; its threads:\nCurrent thread ")
     assert f'  File "{program}", line ' in log
     assert " in hang_for_ever\n" in log
+
+
+def test_a_program_that_is_silent_is_named_with_the_place(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "silent.py").write_text(SILENT)
+    each = f"RANK=$rank WORLD_SIZE=2 {{python}} {tmp_path}/silent.py {tmp_path}/store"
+    run = make(hang_timeout_s=4.0, observed=True, script=f"for rank in 0 1; do {each} & done; wait\n")
+    run.start()
+    assert run.end(WORK_S) == 4
+    (event,) = run.events()
+    place = f"{tmp_path}/silent.py:7 in reads_a_file_that_does_not_answer"
+    assert (event["cause"], event["rank"]) == (Cause.PROGRAM_SILENT, 1)
+    assert event["reason"].startswith(f"is silent at {place} while others wait in a collective: no output and no ")
+    log = (run.folder / run_folder.rank_log(0)).read_text()
+    assert re.search(r'threads:\n(.*\n)*  File ".+/torch/distributed/distributed_c10d.py", line \d+ in barrier\n', log)
 
 
 def test_steps_that_are_longer_than_the_limit_are_no_hang_and_a_hang_is_one(make: Make) -> None:

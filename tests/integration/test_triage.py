@@ -3,14 +3,95 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.rack import TINY, write_data
-from tests.integration.support import Containers, execute
+from tests.integration.support import Containers, execute, succeed, wait_until
+from tests.integration.twin import Twin, two_nodes
 from tridock.triage import diagnose
 from tridock.triage.facts import Facts
+
+GROWS = """
+import os, time, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, number):
+        time.sleep(0.05)
+        if os.environ["RANK"] == "1":
+            self.kept = [*getattr(self, "kept", ()), bytearray(b"x" * 2**25)]
+        return number
+for batch in torch.utils.data.DataLoader(Data(), num_workers=1):
+    pass
+"""
+SILENT = """
+import os, time
+def waits_for_a_file():
+    while not os.path.exists("/workspace/never"):
+        time.sleep(1)
+waits_for_a_file()
+"""
+FAILS_ON_REQUEST = """
+import os, time
+open(f"ready-{os.environ['RANK']}", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.1)
+if os.environ["RANK"] == "1":
+    raise ValueError("as was asked")
+time.sleep(9999)
+"""
+
+
+@pytest.fixture(scope="module")
+def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
+    with two_nodes(cpu_image, tmp_path_factory.mktemp("twin")) as made:
+        yield made
+
+
+def begun(twin: Twin, program: str, *options: str, **launch: object) -> subprocess.CompletedProcess[str]:
+    """Starts a program on both nodes, and follows it."""
+    (twin.folder / "code").mkdir(exist_ok=True)
+    (twin.folder / "code" / "main.py").write_text(program)
+    run = {"engine": "command", "command": ["python", "main.py"], "code": "code", "launch": launch}
+    (twin.folder / "run.yaml").write_text(json.dumps(run))
+    return twin.tridock("run", "--config", "run.yaml", *options)
+
+
+def failed(twin: Twin, program: str, **launch: object) -> tuple[str, str]:
+    """Runs a program on both nodes to its failure; the run's id, and the output."""
+    done = begun(twin, program, **launch)
+    output = done.stdout + done.stderr
+    assert done.returncode == 4, output
+    found = re.search(r"^(\S+): the run failed;", output, re.MULTILINE)
+    assert found, output
+    return found[1], output
+
+
+def test_the_kernel_kills_a_worker_of_a_program(twin: Twin) -> None:
+    """Not the rank, which only raises; its node's counter tells why, in the event, the verdict and the diagnosis."""
+    succeed("docker", "update", "--memory", "1g", "--memory-swap", "1g", twin.container("node-2"))
+    run_id, output = failed(twin, GROWS)
+    events = (twin.folder / "runs" / run_id / "events.jsonl").read_text().splitlines()
+    (kills,) = [it for it in map(json.loads, events) if it["event"] == "memory_kills"]
+    assert (kills["node"], kills["processes"]) == ("node-2", 1)
+    assert re.search(r"rank 1 on node-2 .*; the kernel killed a process for memory on node-2", output), output
+    cause = "the memory of the container on node-2 was used up, and the kernel killed a worker of the data loader"
+    assert f"  cause    {cause}" in output
+    assert "  rule     worker-killed-for-memory (docs/triage.md)" in output
+
+
+def test_where_a_program_is_silent(twin: Twin) -> None:
+    """py-spy reads the ranks in a node's container, without a capability."""
+    run_id, output = failed(twin, SILENT, hang_timeout=5)
+    place = f"/workspace/runs/{run_id}/code/main.py:5 in waits_for_a_file"
+    assert f"is silent at {place}, as well as 1 other rank: no output and no processor time" in output
+    for rank in (0, 1):
+        log = (twin.folder / "runs" / run_id / "logs" / f"rank-{rank}.log").read_text()
+        assert 'main.py", line 5 in waits_for_a_file\n' in log
 
 
 def test_the_kernel_kills(containers: Containers, tmp_path: Path) -> None:
@@ -32,6 +113,21 @@ def test_the_kernel_kills(containers: Containers, tmp_path: Path) -> None:
         "  cause    localhost ran out of memory, and the kernel killed the rank; the plan expects "
     )
     assert lines[5] == "  rule     oom-killed (docs/triage.md)"
+
+
+def test_a_link_that_went_down_is_evidence_beside_the_failure(twin: Twin, cpu_image: str) -> None:
+    done = begun(twin, FAILS_ON_REQUEST, "--detach", "--run-id-file", "id")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = (twin.folder / "id").read_text().strip()
+    code = twin.folder / "runs" / run_id / "code"
+    wait_until(lambda: all((code / f"ready-{rank}").exists() for rank in (0, 1)), "the ranks have started")
+    inside = ("--cap-add", "NET_ADMIN", "--network", f"container:{twin.container('node-2')}", "--entrypoint", "sh")
+    flap = "ip link set eth0 down && sleep 2 && ip link set eth0 up"
+    succeed("docker", "run", "--rm", *inside, cpu_image, "-c", flap)
+    (code / "go").touch()
+    output = twin.followed(run_id)
+    assert "eth0 of node-2 went down 1 time" in output
+    assert "as was asked" in output
 
 
 LOADER = """

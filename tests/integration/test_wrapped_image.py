@@ -39,6 +39,7 @@ def image(docker: str) -> Iterator[str]:
 
 def test_a_program_runs_on_nodes_without_python(image: str, tmp_path: Path) -> None:
     assert succeed("docker", "run", "--rm", image, "bash", "-c", "command -v python3 python || echo none") == "none\n"
+    assert succeed("docker", "run", "--rm", image, "py-spy", "--version").startswith("py-spy ")
     (tmp_path / "code").mkdir()
     program = 'echo "rank $RANK of $WORLD_SIZE"\n[ "$RANK" = 0 ] && exit\nsleep 2  # for its line to arrive\nexit 3\n'
     (tmp_path / "code" / "main.sh").write_text(program)

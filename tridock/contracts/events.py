@@ -42,6 +42,8 @@ class Event(StrEnum):
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
     NODE_FAILED = "node_failed"  # node, cause, reason: its program, its setup, or the head's login
     MEMORY_KILLS = "memory_kills"  # node, processes: killed by the kernel for memory in an attempt that failed
+    LINK_FAULTS = "link_faults"  # node, link, downs, errors: of a network interface or port in such an attempt
+    CLOCK_DIFFERS = "clock_differs"  # node, seconds (ahead of the head's clock; negative: behind) at its end
     DISK_NEARLY_FULL = "disk_nearly_full"  # node, free_bytes, total_bytes
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
@@ -59,7 +61,7 @@ class Event(StrEnum):
 FAULTS = (
     *(Event.RUN_FAILED, Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST, Event.LAUNCHER_ENDED, Event.HEAD_LOST),
     *(Event.CHECKPOINT_FAILED, Event.CHECKPOINT_REJECTED, Event.RUN_RESTARTED, Event.RUN_MOVED, Event.NOT_RESTARTED),
-    *(Event.TAKEN_OVER, Event.MEMORY_KILLS, Event.CHECKPOINT_CONDEMNED),
+    *(Event.TAKEN_OVER, Event.MEMORY_KILLS, Event.LINK_FAULTS, Event.CLOCK_DIFFERS, Event.CHECKPOINT_CONDEMNED),
 )
 """Events that a page marks as faults."""
 

@@ -38,6 +38,15 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkFaults:
+    """How often a network interface or InfiniBand port (``DEVICE:PORT``) went down, and its errors."""
+
+    name: str
+    downs: int
+    errors: int
+
+
+@dataclass(frozen=True, slots=True)
 class AgentMessage:
     """One message: the status of the ranks, the answer to an order, or nothing but that the node is alive."""
 
@@ -58,3 +67,7 @@ class AgentMessage:
     container: a container that starts again has none of its ranks. 0 for none."""
     memory_kills: int = 0
     """Sent with the ranks: how many processes the kernel has killed for memory there since the attempt's start."""
+    links: tuple[LinkFaults, ...] = ()
+    """Sent with the ranks: the node's links that went down or had errors since the attempt's start."""
+    clock_s: float = 0.0
+    """Sent with the ranks: the node's clock, in seconds since the epoch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tridock.contracts import environment, run_folder
@@ -20,6 +21,9 @@ WATCHED = "--watched"
 """The same for a program whose output is left alone: mpirun gives it a terminal, which flushes every line."""
 # Detached, as a program may wait for all of its children; ignores the rank's signals, to copy its last lines.
 _COPY = 'trap "" INT TERM HUP; tee -a "$0" <&3 3<&- &'
+
+_PR_SET_PTRACER = 0x59616D61
+_ANY = 2**64 - 1
 
 
 def main() -> None:
@@ -35,12 +39,23 @@ def main() -> None:
     folder, rank = os.environ.get(environment.RUN_FOLDER), environment.rank_of(os.environ)
     if folder is not None and rank is not None:
         process_end.watch(Path(folder), rank)
+        _let_py_spy_read()
         if not watched:
             copy_output(Path(folder) / run_folder.rank_log(rank))
     try:
         os.execvp(command[0], command)  # noqa: S606 - the user's program
     except OSError as error:
         _not_started(command[0], error.strerror or str(error))
+
+
+def _let_py_spy_read() -> None:
+    """Lets the user's other processes read this one, and so the program's stacks: with kernel.yama.ptrace_scope: 1, as
+    on Ubuntu, only its parents may. Elsewhere the call does nothing.
+    """
+    with suppress(ImportError, OSError, AttributeError):  # a Python without ctypes
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANY), 0, 0, 0)
 
 
 def _not_started(program: str, why: str) -> None:

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -131,14 +131,16 @@ def _made(rule: Rule, facts: Facts, match: re.Match[str] | None, where: str) -> 
     notes = [facts.planned] if rule.memory and facts.planned else []
     notes += [facts.stuck] if rule.waits and facts.stuck else []
     notes += [f"the kernel logged: {printable(facts.kernel[-1])}"] if rule.memory and facts.kernel else []
-    notes += _beside(facts) if not rule.killed and Cause.RANK_KILLED_FOR_MEMORY not in rule.causes else []
+    named = rule.killed or Cause.RANK_KILLED_FOR_MEMORY in rule.causes
+    notes += _beside(replace(facts, killed={}) if named else facts)
     return Diagnosis(rule.name, "; ".join([cause, *notes]), _filled(rule.remedy, known), line)
 
 
 def _beside(facts: Facts) -> list[str]:
-    """Returns a note of processes that the kernel killed in the same attempt."""
+    """Returns notes of processes that the kernel killed in the same attempt, of links that failed, and of clocks."""
     where = ", ".join(f"{count} on {printable(node)}" for node, count in facts.killed.items())
-    return [f"the kernel killed processes for memory in this attempt: {where}"] if where else []
+    killed = [f"the kernel killed processes for memory in this attempt: {where}"] if where else []
+    return [*killed, *map(printable, facts.beside)]
 
 
 def _filled(template: str, known: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from tridock.contracts.events import Cause
 from tridock.contracts.node_answers import Evidence
 from tridock.errors import Problem
-from tridock.triage.first_failure import FirstFailure, first_failure, memory_kills
+from tridock.triage.first_failure import FirstFailure, evidence_beside, first_failure, memory_kills
 
 _STEPS: Final = 5
 _GIB: Final = 2**30
@@ -48,6 +48,8 @@ class Facts:
     """Memory messages of the node's kernel during the run, if they can be read."""
     killed: Mapping[str, int] = field(default_factory=dict)
     """How many processes the kernel killed for memory, by node, in the failed attempt."""
+    beside: tuple[str, ...] = ()
+    """Links that failed in the failed attempt, and clocks that differ, as text."""
     stuck: str = ""
     """The rank that the others wait for, according to all flight recorders."""
     has_log: bool = True
@@ -111,6 +113,7 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
         planned="" if rank is None else _planned(answer.plan, ranks.get(rank)),
         kernel=answers.get("" if first is None else first.node, Evidence()).kernel,
         killed=memory_kills(events),
+        beside=evidence_beside(events),
         stuck=stuck_rank([answer.last_collectives for answer in answers.values()], nodes),
         has_log=(rank or 0) in logs,
     )

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any
 
 from tridock.contracts.events import Cause, Event
 from tridock.contracts.records import record_of
-from tridock.errors import Problem
+from tridock.errors import Problem, count
 
 _LENGTH = 300
 # The supervisor's verdicts; without any, the message of a node that lost contact with the supervisor.
@@ -46,9 +47,9 @@ class FirstFailure:
 def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstFailure | None:
     """Parses each node's part of ``events.jsonl``; ``nodes`` maps all ranks to their nodes.
 
-    Nodes may share the file, and their clocks may differ: a rank that failed by itself precedes any that lost another
-    rank or was asked to end, regardless of the time. If all only lost another rank, a rank without a message failed
-    first.
+    Nodes may share the file. Their clocks may differ: by as much as is on record, times are corrected, and a rank that
+    failed by itself precedes any that lost another rank or was asked to end, regardless of the time. If all only lost
+    another rank, a rank without a message failed first.
     """
     attempt = _last_attempt(events.values())
     if found := sorted((event for event in attempt if event["event"] in _SEEN), key=_weight):
@@ -59,7 +60,12 @@ def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstF
     failures = {json.dumps(event, sort_keys=True): event for event in of_ranks}
     if not failures:
         return None
-    first = min(failures.values(), key=lambda event: (bool(event.get("consequence")), str(event.get("time"))))
+    clocks = _clocks(attempt)
+
+    def order(event: Mapping[str, Any]) -> tuple[bool, str]:
+        return bool(event.get("consequence")), _moment(event, clocks.get(nodes.get(int(event["rank"]), ""), 0.0))
+
+    first = min(failures.values(), key=order)
     spoke = {int(event["rank"]) for event in failures.values()}
     silent = [rank for rank in nodes if rank not in spoke]
     if first.get("consequence") and silent:
@@ -74,6 +80,38 @@ def memory_kills(events: Mapping[str, str]) -> dict[str, int]:
     found = (event for event in _last_attempt(events.values()) if event["event"] == Event.MEMORY_KILLS)
     counts = ((str(event.get("node")), event.get("processes")) for event in found)
     return {node: count for node, count in counts if isinstance(count, int) and count > 0}
+
+
+def evidence_beside(events: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what nodes have told of the last attempt beside its failure: links that failed, clocks that differ."""
+    found = _last_attempt(events.values())
+    links = (_link(event) for event in found if event["event"] == Event.LINK_FAULTS)
+    clocks = (
+        f"the clock of {node} is {abs(seconds):g} s {'ahead of' if seconds > 0 else 'behind'} the head's"
+        for node, seconds in _clocks(found).items()
+    )
+    return tuple(dict.fromkeys((*filter(None, links), *clocks)))
+
+
+def _link(event: Mapping[str, Any]) -> str:
+    counts = (("went down", "time", event.get("downs")), ("had", "error", event.get("errors")))
+    said = [f"{verb} {count(number, noun)}" for verb, noun, number in counts if isinstance(number, int) and number > 0]
+    return f"{event.get('link')} of {event.get('node')} {' and '.join(said)}" if said else ""
+
+
+def _clocks(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns by how many seconds each node's clock was ahead of the head's, by the supervisor's record."""
+    found = ((str(it.get("node")), it.get("seconds")) for it in events if it["event"] == Event.CLOCK_DIFFERS)
+    return {node: float(seconds) for node, seconds in found if isinstance(seconds, int | float)}
+
+
+def _moment(event: Mapping[str, Any], ahead_s: float) -> str:
+    """Returns when an event was, by the head's clock; ``ahead_s`` is by how much that of its node is ahead."""
+    time = str(event.get("time"))
+    try:
+        return (datetime.fromisoformat(time) - timedelta(seconds=ahead_s)).isoformat() if ahead_s else time
+    except (ValueError, OverflowError):
+        return time
 
 
 def _others_without_reason(others: Sequence[int]) -> str:

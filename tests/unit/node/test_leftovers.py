@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from tridock.contracts.codec import decode
 from tridock.contracts.rank_status import AgentMessage
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent import leftovers
-from tridock.node.agent.leftovers import Leftovers, LockWaits
+from tridock.node.agent.leftovers import Leftovers, lock_waits
+from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.probes import held_files
 from tridock.node.probes.build_locks import extension_folders, locks_in, stale_locks, unheld
 from tridock.node.probes.held_files import OwnFile, held, removed, sees_all_users_of
@@ -214,12 +215,18 @@ def test_whose_shared_memory_it_is(monkeypatch: pytest.MonkeyPatch, pid: str, ip
     assert held_files.sees_all_users_of_shared_memory() is sees_all
 
 
-POLL = "import os, sys, time; open(sys.argv[1], 'w')\nwhile os.path.exists(sys.argv[2]): time.sleep(0.1)"
 SLEEP = "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"
+WAIT = """
+import sys
+from importlib.machinery import SourceFileLoader
+baton = SourceFileLoader("file_baton", sys.argv[2]).load_module()  # without the seconds that torch takes
+open(sys.argv[1], "w").close()
+baton.FileBaton(sys.argv[3]).wait()
+"""
 
 
 def test_a_rank_that_waits_for_a_lock_is_known(tmp_path: Path, extension: Path, start: Start) -> None:
-    """By its stack (0), its output (1), or its looks (2); unlike a rank that has built (3), or is elsewhere (4)."""
+    """By its stack (0), as py-spy reads it (2), or its output (1); unlike one that built (3) or is elsewhere (4)."""
     folder = tmp_path / RUN
     (folder / "logs").mkdir(parents=True)
     baton = ("/venv/torch/utils/file_baton.py:48 in wait", "/venv/torch/utils/cpp_extension.py:1 in load")
@@ -229,17 +236,17 @@ def test_a_rank_that_waits_for_a_lock_is_known(tmp_path: Path, extension: Path, 
     builder = start(HOLD, extension / "lock", run=run_folder.new_run_id("other"))
     for rank in (0, 1, 3, 4):
         start(SLEEP, RANK=str(rank))
-    start(POLL, extension / "lock", RANK="2")
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    start(WAIT, Path(torch.origin).parent / "utils/file_baton.py", extension / "lock", RANK="2")
     stacks = {0: baton, 4: ("/program.py:1 in main", *baton[1:])}
-
-    def waits() -> dict[int, str]:
-        found = LockWaits(folder)
-        time.sleep(1.0)
-        return found.read(range(5), stacks)
-
-    assert waits() == {}  # a compiler that is slow
+    monitor = RankMonitor(folder, range(5), observed=True)
+    wait_until(lambda: "in FileBaton.wait" in monitor.stacks([2]).get(2, ("",))[0])
+    stacks |= monitor.stacks([2])
+    assert lock_waits(folder, range(5), stacks) == {}  # a compiler that is slow
     end(builder)
-    wait_until(lambda: waits() == dict.fromkeys((0, 1, 2), str(extension / "lock")))
+    assert lock_waits(folder, range(5), stacks) == dict.fromkeys((0, 1, 2), str(extension / "lock"))
 
 
 def test_nodes_report_stale_locks(extension: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tridock.contracts.events import Cause
 from tridock.contracts.lease import HeldLease
-from tridock.contracts.rank_status import RankStatus
+from tridock.contracts.rank_status import LinkFaults, RankStatus
 from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.run_supervisor import RunSupervisor
 from tridock.node.supervisor.verdict import Verdict
@@ -37,6 +37,12 @@ class Agents:
         return {}
 
     def memory_kills(self) -> dict[str, int]:
+        return {}
+
+    def link_faults(self) -> dict[str, tuple[LinkFaults, ...]]:
+        return {}
+
+    def clocks_s(self) -> dict[str, float]:
         return {}
 
     def is_stop_asked(self) -> bool:

@@ -12,12 +12,14 @@ from tridock.contracts import process_records, run_folder
 from tridock.contracts.events import Cause, Event, events_of
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.process_records import ProcessRecord
+from tridock.contracts.rank_status import LinkFaults
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent import rank_status
 from tridock.node.agent.memory_kills import memory_kills
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.supervisor.run_supervisor import RunSupervisor
 from tridock.node.supervisor.verdict import Verdict
+from tridock.triage.first_failure import evidence_beside
 
 V2 = "low 0\nhigh 0\nmax 9\noom 2\noom_kill {}\noom_group_kill 0\n"
 V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
@@ -60,10 +62,16 @@ def test_a_kill_before_the_agents_start_counts_by_the_record_of_a_rank(
 
 
 class Agents:
-    """The agents of a node on which the kernel has killed a process."""
+    """The agents of a node on which the kernel has killed a process, a link went down, and the clock is behind."""
 
     def memory_kills(self) -> dict[str, int]:
         return {"b": 1}
+
+    def link_faults(self) -> dict[str, tuple[LinkFaults, ...]]:
+        return {"b": (LinkFaults("eth0", 2, 0),)}
+
+    def clocks_s(self) -> dict[str, float]:
+        return {"a": 0.0, "b": -7.25}
 
 
 @pytest.mark.parametrize(
@@ -85,3 +93,5 @@ def test_every_verdict_tells_of_it(tmp_path: Path, cause: Cause, beside: str) ->
     assert (tmp_path / run_folder.LAUNCHER_LOG).read_text() == f"tridock: rank 0 on a ended{beside}\n"
     (event,) = events_of(tmp_path, Event.MEMORY_KILLS)
     assert (event["node"], event["processes"]) == ("b", 1)
+    beside = evidence_beside({"a": (tmp_path / "events.jsonl").read_text()})
+    assert beside == ("eth0 of b went down 2 times", "the clock of b is 7.2 s behind the head's")

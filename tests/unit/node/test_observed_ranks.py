@@ -137,3 +137,64 @@ def test_a_program_may_write_heartbeats(tmp_path: Path, run_id: str) -> None:
     assert (beat.phase, beat.iteration) == (heartbeat.TRAIN, 4)
     outside = {name: value for name, value in env.items() if name != "TRIDOCK_RUN_FOLDER"}
     subprocess.run([sys.executable, "-c", code], env=outside, check=True)
+
+
+# ---- stacks of programs, by py-spy -----------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, threading, time
+if os.environ["RANK"] == "1":
+    os.fork()
+    threading.Thread(target=threading.Event().wait, name="prefetcher").start()
+def waits_for_a_friend():
+    time.sleep(9999)
+waits_for_a_friend()
+"""
+
+
+def log_of(folder: Path, rank: int) -> str:
+    path = folder / run_folder.rank_log(rank)
+    return path.read_text() if path.exists() else ""
+
+
+def test_the_stacks_of_any_python_program(tmp_path: Path, run_id: str, start: Start) -> None:
+    """Below a shell (0), of a rank with a data loader's worker (1); of what is no Python the reason (2)."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    folder = tmp_path / run_id
+    (folder / "logs").mkdir(parents=True)
+    program = f"{sys.executable} {tmp_path}/program.py"
+    start(f"{program} & wait", RANK="0")
+    start(f"exec {program}", RANK="1")
+    start("exec sleep 9999", RANK="2")
+    monitor = RankMonitor(folder, (0, 1, 2), observed=True)
+    places = tuple(f"{tmp_path}/program.py:{place}" for place in ("7 in waits_for_a_friend", "8 in <module>"))
+    until(lambda: monitor.stacks([0, 1]) == {0: places, 1: places})
+    assert monitor.stacks([2]) == {}
+    assert "Thread prefetcher (most recent call first):\n  File " in log_of(folder, 1)
+    assert "its threads:\nnone: py-spy cannot read process" in log_of(folder, 2)
+
+
+def test_stacks_that_py_spy_may_not_or_cannot_take(
+    tmp_path: Path, run_id: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / run_id
+    (folder / "logs").mkdir(parents=True)
+    start("exec sleep 9999", RANK="0")
+    until(lambda: 0 in find_ranks(run_id))
+    for name, script in (
+        ("slow", "exec sleep 9999"),
+        ("refused", "echo 'Permission Denied: Try running again with elevated permissions' >&2; exit 1"),
+    ):
+        program = tmp_path / name / "py-spy"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+        assert RankMonitor(folder, (0,), observed=True).stacks([0]) == {}
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert RankMonitor(folder, (0,), observed=True).stacks([0]) == {}
+    log = log_of(folder, 0)
+    assert re.search(r"none: py-spy has not read process \d+ within 4 s\n", log)
+    assert re.search(r"none: py-spy cannot read process \d+: Permission Denied\n", log)
+    assert "none: py-spy is not in the image; install it there (pip install py-spy)\n" in log

@@ -94,6 +94,22 @@ def test_of_a_program_only_its_silence_is_known() -> None:
     assert Cause.PROGRAM_SILENT.event is Event.RANK_HUNG
 
 
+def test_where_a_program_is_silent_and_which_rank_others_wait_for() -> None:
+    ranks = {"a": [observed(0, age_s=70.0)], "b": [observed(1, age_s=71.0)]}
+    overdue = overdue_ranks(ranks, HangLimits(60))
+
+    def found(stacks: dict[int, list[str]]) -> str:
+        return str(hung(ranks, overdue, stacks, HangLimits(60)))
+
+    silence = "no output and no processor time for"
+    same = f"rank 1 on b is silent at {ASTRAY[0]}, as well as 1 other rank: {silence} 71 s (limit 60 s)"
+    assert found({0: ASTRAY, 1: ASTRAY}) == same
+    assert found({1: ASTRAY}) == same  # where rank 0 is, is not known
+    assert found({0: ASTRAY, 1: COLLECTIVE}) == (
+        f"rank 0 on a is silent at {ASTRAY[0]} while others wait in a collective: {silence} 70 s (limit 60 s)"
+    )
+
+
 def test_a_program_that_is_stopped_is_not_silent() -> None:
     seen = {"a": [observed(0, age_s=70.0, stopped_s=65.0)]}
     verdict = hung(seen, overdue_ranks(seen, HangLimits(60)), {}, HangLimits(60))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tridock.triage.first_failure import FirstFailure, first_failure, memory_kills
+from tridock.triage.first_failure import FirstFailure, evidence_beside, first_failure, memory_kills
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 
@@ -132,3 +132,24 @@ def test_kills_for_memory_are_those_of_the_last_attempt() -> None:
     head = event("memory_kills", 1, node="a", processes=3) + event("run_restarted", 2)
     head += event("memory_kills", 3, node="b", processes=1) + event("memory_kills", 3, node="c", processes="many")
     assert memory_kills({"a": head}) == {"b": 1}
+
+
+def test_a_clock_that_differs_on_record_changes_who_was_first() -> None:
+    ahead = failed(1, 9, "late by its own clock")
+    other = failed(2, 3, "early by its own clock")
+    clock = {"time": "2026-01-01T00:00:10.000+00:00", "event": "clock_differs", "node": "a", "seconds": 8.0}
+
+    def first(**changes: object) -> FirstFailure | None:
+        return first_failure({"a": ahead + json.dumps({**clock, **changes}) + "\n", "b": other}, NODES)
+
+    assert first() == FirstFailure(1, "a", "late by its own clock")
+    for changes in ({"seconds": 5.0}, {"seconds": "many"}, {"seconds": 1e300}, {"node": "b"}, {"event": "link_faults"}):
+        assert first(**changes) == FirstFailure(2, "b", "early by its own clock"), changes
+    assert evidence_beside({"a": json.dumps(clock)}) == ("the clock of a is 8 s ahead of the head's",)
+
+
+def test_links_that_failed_are_evidence_beside() -> None:
+    link = {"time": "t", "event": "link_faults", "node": "b", "link": "eth0", "downs": 1, "errors": 30}
+    text = json.dumps(link) + "\n"
+    assert evidence_beside({"a": text, "b": text}) == ("eth0 of b went down 1 time and had 30 errors",)
+    assert evidence_beside({"a": json.dumps({**link, "downs": "x", "errors": None})}) == ()

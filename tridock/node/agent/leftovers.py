@@ -104,55 +104,34 @@ class Leftovers:
 _ROOT_PRINTED: Final = re.compile(r"Using (.+) as PyTorch extensions root\.\.\.")
 _BATON: Final = "/torch/utils/file_baton.py:"
 _END_BYTES: Final = 4096
-_POLLS: Final = (1.0, 12.0)
-"""How often a second the main thread of a process wakes up that waits for a lock: it looks every 0.1 s, or later on a
-busy machine."""
 
 
-class LockWaits:
-    """Finds the locks that no process holds and that ranks wait for; is made a second before the answer."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._began = folder, time.monotonic()
-        self._before = {it.pid: _wakeups(it.pid) for it in find_processes(folder.name)}
-
-    def read(self, ranks: Sequence[int], stacks: Mapping[int, Sequence[str]]) -> dict[int, str]:
-        """Returns the lock that each rank waits for, if it does: by its stack. Of a rank that shows none, by the end of
-        its output, which is the builder's last line before it waits, or by how often it wakes up.
-        """
-        seconds = time.monotonic() - self._began
-        least, most = (int(rate * seconds) for rate in _POLLS)
-        waiting: dict[int, set[Path]] = {}
-        for pid, before in self._before.items():
-            environ = environment_of(pid)
-            rank = rank_of(environ)
-            if rank is not None and rank in ranks and (stacks.get(rank) or least <= _wakeups(pid) - before <= most):
-                waiting.setdefault(rank, set()).update(extension_folders(environ))
-        found: dict[int, str] = {}
-        for rank in ranks:
-            frames = stacks.get(rank)
-            if frames and not any(_BATON in frame for frame in frames[:3]):
-                continue
-            folders = waiting.get(rank, set())
-            if not frames and (match := _ROOT_PRINTED.search(self._last_line(rank))):
-                folders |= set(extension_folders({EXTENSIONS: match[1]}))
-            if locks := sorted(unheld(locks_in(folders)), key=lambda lock: lock.changed_ns):
-                found[rank] = str(locks[0].path)
-        return found
-
-    def _last_line(self, rank: int) -> str:
-        """Returns the last line of a rank's log, or of all output where it has none."""
-        for path in (self._folder / run_folder.rank_log(rank), self._folder / run_folder.LAUNCHER_LOG):
-            with suppress(OSError):
-                lines = tail(path, _END_BYTES).decode(errors="replace").split("\n")
-                if found := next((line for line in reversed(lines) if line.strip()), ""):
-                    return found
-        return ""
+def lock_waits(folder: Path, ranks: Sequence[int], stacks: Mapping[int, Sequence[str]]) -> dict[int, str]:
+    """Returns the lock without a holder that each rank waits for, if it does: by its stack. Of a rank that shows none,
+    by the end of its output, which is the builder's last line before it waits.
+    """
+    waiting: dict[int, set[Path]] = {}
+    for process in find_processes(folder.name):
+        environ = environment_of(process.pid)
+        if (rank := rank_of(environ)) is not None:
+            waiting.setdefault(rank, set()).update(extension_folders(environ))
+    found: dict[int, str] = {}
+    for rank in ranks:
+        if frames := stacks.get(rank):
+            folders = waiting.get(rank, set()) if any(_BATON in frame for frame in frames[:3]) else set()
+        else:
+            match = _ROOT_PRINTED.search(_last_line(folder, rank))
+            folders = set(extension_folders({EXTENSIONS: match[1]})) if match else set()
+        if locks := sorted(unheld(locks_in(folders)), key=lambda lock: lock.changed_ns):
+            found[rank] = str(locks[0].path)
+    return found
 
 
-def _wakeups(pid: int) -> int:
-    """Returns how often the main thread of a process has waited for something; 0 once it has ended."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path(f"/proc/{pid}/task/{pid}/status").read_text(errors="replace").splitlines()
-        return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches:")).split()[1])
-    return 0
+def _last_line(folder: Path, rank: int) -> str:
+    """Returns the last line of a rank's log, or of all output where it has none."""
+    for path in (folder / run_folder.rank_log(rank), folder / run_folder.LAUNCHER_LOG):
+        with suppress(OSError):
+            lines = tail(path, _END_BYTES).decode(errors="replace").split("\n")
+            if found := next((line for line in reversed(lines) if line.strip()), ""):
+                return found
+    return ""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ from tridock.contracts.node_answers import Space, Stopped
 from tridock.contracts.rank_status import AgentMessage
 from tridock.contracts.rotated_logs import RANK_BYTES, rotate
 from tridock.contracts.supervision import Supervision
-from tridock.node.agent.leftovers import Leftovers, LockWaits
+from tridock.node.agent.leftovers import Leftovers, lock_waits
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
@@ -146,8 +147,9 @@ class NodeAgent:
             if gone - dead or now - self._reported >= _REPORT_S:
                 disk = own_disk(self._folder, on_head=self._on_head)
                 stopped, ranks = self._is_stopped(), tuple(statuses)
-                kills, missed = self._monitor.memory_kills, self._missed_launch
-                self._print(AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=missed, memory_kills=kills))
+                kills, links, missed = self._monitor.memory_kills, self._monitor.link_faults, self._missed_launch
+                about = AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=missed, memory_kills=kills)
+                self._print(replace(about, links=links, clock_s=time.time()))
                 self._reported, dead = now, gone
 
     def _say_alive(self) -> None:
@@ -213,10 +215,10 @@ class NodeAgent:
             launch, age_s = int(arguments[0]), float(arguments[1])
             self._missed_launch = launch if container_age_s() < age_s else 0
         elif verb == "stacks":
-            waits, ranks = LockWaits(self._folder), [int(rank) for rank in arguments]
+            ranks = [int(rank) for rank in arguments]
             stacks = self._monitor.stacks(ranks)
             locks: dict[int, str] = {}
-            _within(_CLEAR_PATIENCE_S, lambda: locks.update(waits.read(ranks, stacks)))
+            _within(_CLEAR_PATIENCE_S, lambda: locks.update(lock_waits(self._folder, ranks, stacks)))
             self._print(AgentMessage(stacks=stacks, build_locks=dict(locks)))
         elif verb == "signal":
             self._monitor.send_signal(signal.Signals[arguments[0]])

@@ -14,10 +14,12 @@ from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.hang_limits import LIMITS, PROGRESS_BYTES
 from tridock.contracts.heartbeat import Heartbeat
 from tridock.contracts.process_records import ProcessRecord
-from tridock.contracts.rank_status import RankStatus
+from tridock.contracts.rank_status import LinkFaults, RankStatus
+from tridock.node.agent.links import link_counters, link_faults
 from tridock.node.agent.memory_kills import memory_kills
 from tridock.node.agent.observed_ranks import ObservedRanks
 from tridock.node.agent.processes import find_processes
+from tridock.node.agent.program_stacks import program_stacks
 from tridock.node.process_end import process_state, reaped_status
 
 _SEARCH_S: Final = 2.0
@@ -32,7 +34,7 @@ class RankMonitor:
     def __init__(self, folder: Path, ranks: Sequence[int], *, observed: bool = False, node: str = "") -> None:
         self.folder, self.ranks, self._node = folder, tuple(ranks), node
         self._observed = ObservedRanks(folder.name) if observed else None
-        self._memory_kills_before = memory_kills()
+        self._memory_kills_before, self._links_before = memory_kills(), link_counters()
         self._pidfds: dict[int, int] = {}
         self._signalled: set[tuple[int, int]] = set()
         self._clear()
@@ -55,7 +57,7 @@ class RankMonitor:
         if self._observed is not None:
             self._observed.reset()
             process_records.remove(self.folder, self._node)
-        self._memory_kills_before = memory_kills()
+        self._memory_kills_before, self._links_before = memory_kills(), link_counters()
         self._clear()
 
     def read(self) -> list[RankStatus]:
@@ -93,6 +95,11 @@ class RankMonitor:
         """How many processes the kernel has killed here for memory since the attempt's start."""
         before = (record.memory_kills for record in self._records.values())
         return max(0, memory_kills() - min(before, default=self._memory_kills_before))
+
+    @property
+    def link_faults(self) -> tuple[LinkFaults, ...]:
+        """The network links here that went down or had errors since the attempt's start."""
+        return link_faults(self._links_before, link_counters())
 
     @property
     def awaits_records(self) -> bool:
@@ -183,24 +190,31 @@ class RankMonitor:
                     os.kill(beat.pid, number)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
-        """Asks ranks for their stacks; returns the frames of each main thread, the innermost first.
+        """Returns the frames of each rank's main thread, the innermost first.
 
-        The stacks of all threads go to the rank's log. A stopped rank and one that is not ready do not answer.
+        The stacks of all threads go to the rank's log. A rank writes them if it can; py-spy reads those of others. A
+        stopped rank has none.
         """
         asked: dict[int, tuple[Path, int]] = {}
-        for rank in ranks:
+        others: dict[int, int] = {}
+        observed = self._observed.read() if self._observed is not None else {}
+        for rank in set(ranks).intersection(self.ranks):
             beat, path = heartbeat.read(self.folder, rank), heartbeat.stacks_path(self.folder, rank)
-            if beat is not None and path.exists() and process_state(beat)[0] not in (None, "T", "t"):
+            if (process := observed.get(rank, beat)) is None or process_state(process)[0] in (None, "T", "t"):
+                continue
+            if beat is not None and path.exists():
                 asked[rank] = path, path.stat().st_size
                 os.kill(beat.pid, heartbeat.STACKS_SIGNAL)
-        time.sleep(_STACKS_S)
-        return {rank: frames for rank, (path, size) in asked.items() if (frames := self._read_stacks(rank, path, size))}
-
-    def _read_stacks(self, rank: int, path: Path, size: int) -> tuple[str, ...]:
-        text = path.read_bytes()[size:].decode(errors="replace")
-        with (self.folder / run_folder.rank_log(rank)).open("a") as log:
-            log.write(f"tridock: rank {rank} makes no progress; its threads:\n{text}")
-        return main_thread(text)
+            else:
+                others[rank] = process.pid
+        texts = program_stacks(others, find_processes(self.folder.name)) if others else {}
+        if asked:
+            time.sleep(_STACKS_S)
+        texts |= {rank: path.read_bytes()[size:].decode(errors="replace") for rank, (path, size) in asked.items()}
+        for rank, text in texts.items():
+            with (self.folder / run_folder.rank_log(rank)).open("a") as log:
+                log.write(f"tridock: rank {rank} makes no progress; its threads:\n{text}")
+        return {rank: frames for rank, text in texts.items() if (frames := main_thread(text))}
 
 
 def _begun(record: ProcessRecord) -> Heartbeat:

@@ -6,6 +6,7 @@ import selectors
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from tridock.contracts import environment, heartbeat
 from tridock.contracts.codec import decode
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.node_answers import Space
-from tridock.contracts.rank_status import AgentMessage, RankStatus
+from tridock.contracts.rank_status import AgentMessage, LinkFaults, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.node.supervisor.verdict import StatusByNode
 
@@ -29,6 +30,8 @@ _CLOSE_S: Final = 1.0
 _EXIT_S: Final = 0.2
 _FIRST_ANSWER_S: Final = 60.0
 """Seconds more for another node's first message: a busy machine or a scheduler may start its agent late."""
+_CLOCKS: Final = 5
+"""Reports of which the one that was fastest on its way tells a node's clock."""
 _CHUNK: Final = 1 << 16
 _ALIVE: Final = AgentMessage()
 _NEVER: Final = RankStatus(0, heartbeat.OBSERVED, 0, 0, 0, 0.0, alive=False)
@@ -49,6 +52,10 @@ class _Connection:
         """The time of the last message with ranks."""
         self.memory_kills = 0
         """Processes that the kernel has killed for memory there since the launch."""
+        self.links: tuple[LinkFaults, ...] = ()
+        """The node's links that went down or had errors since the launch, at the last report."""
+        self.clocks_s: deque[float] = deque(maxlen=_CLOCKS)
+        """How far its clock was ahead of this one's in the last reports, less the time that each was on its way."""
         self.disk: Space | None = None
         self.stop_asked = False
         self.answers: list[AgentMessage] = []
@@ -114,6 +121,9 @@ class _Connection:
                     self.stop_asked = self.stop_asked or message.stop_asked
                     self.reported_at = self.last_message_at
                     self.memory_kills = max(self.memory_kills, message.memory_kills)
+                    self.links = message.links
+                    if message.clock_s:
+                        self.clocks_s.append(message.clock_s - time.time())
                 elif message != _ALIVE:
                     self.answers.append(message)
 
@@ -249,6 +259,14 @@ class AgentConnections:
         """Returns how many processes the kernel has killed for memory since the launch, for nodes where it has."""
         return {node: connection.memory_kills for node, connection in self._nodes.items() if connection.memory_kills}
 
+    def link_faults(self) -> dict[str, tuple[LinkFaults, ...]]:
+        """Returns the links that went down or had errors since the launch, for nodes with any."""
+        return {node: connection.links for node, connection in self._nodes.items() if connection.links}
+
+    def clocks_s(self) -> dict[str, float]:
+        """Returns how far each node's clock is ahead of this one's (negative: behind), as far as reports tell."""
+        return {node: max(connection.clocks_s) for node, connection in self._nodes.items() if connection.clocks_s}
+
     def disks(self) -> dict[str, Space]:
         """Returns the disk with the run's folder for each node with a disk of its own."""
         return {node: connection.disk for node, connection in self._nodes.items() if connection.disk is not None}
@@ -288,7 +306,7 @@ class AgentConnections:
         """Notes that the launcher has just begun, and forgets the ranks of the launch before."""
         self._launch = (self._launch[0] + 1, time.monotonic())
         for connection in self._nodes.values():
-            connection.launch, connection.memory_kills = self._launch[0], 0
+            connection.launch, connection.memory_kills, connection.links = self._launch[0], 0, ()
             connection.statuses = ()
 
     def _ask(self, order: str, field: Callable[[AgentMessage], T | None], patience_s: float) -> dict[str, T]:

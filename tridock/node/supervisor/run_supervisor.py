@@ -54,7 +54,9 @@ _TERM_S: Final = 2.5
 """Seconds between SIGTERM and SIGKILL."""
 _STOP_PATIENCE_S: Final = 6.0
 _STOPPED_PATIENCE_S: Final = 20.0
-_STACKS_PATIENCE_S: Final = 5.0
+_STACKS_PATIENCE_S: Final = 10.0
+_CLOCK_S: Final = 5.0
+"""By how much a node's clock differs from the head's where that is recorded: a report may take seconds on its way."""
 _LAST_WORD_S: Final = 1.5
 _FIRST_REPORT_S: Final = 20.0
 """Seconds for the agents of your own program to start and report after its launcher has ended."""
@@ -392,11 +394,19 @@ class RunSupervisor:
         return stopped
 
     def _record(self, verdict: Verdict) -> Verdict:
-        """Records the verdict, and the memory kills of the attempt beside it; returns what is recorded."""
+        """Records the verdict, and beside it the attempt's memory kills, faults of links, and clocks that differ now;
+        returns what is recorded.
+        """
         self._lease.check()
         kills = self._agents.memory_kills()
         for node, processes in kills.items():
             append_event(self._folder, Event.MEMORY_KILLS, node=node, processes=processes)
+        for node, links in self._agents.link_faults().items():
+            for it in links:
+                append_event(self._folder, Event.LINK_FAULTS, node=node, link=it.name, downs=it.downs, errors=it.errors)
+        for node, seconds in self._agents.clocks_s().items():
+            if abs(seconds) > _CLOCK_S:
+                append_event(self._folder, Event.CLOCK_DIFFERS, node=node, seconds=round(seconds, 1))
         if kills and verdict.cause is not Cause.RANK_KILLED_FOR_MEMORY:
             beside = f"the kernel killed a process for memory on {', '.join(kills)}"
             verdict = replace(verdict, reason=f"{verdict.reason}; {beside}")

@@ -242,12 +242,12 @@ def hung(
 
     It is a stopped rank, or else one that is behind, or else one that does not wait in a collective. ``stacks`` are the
     frames of each rank's main thread as ``file:line in function``, the innermost first. Of a program without
-    heartbeats only its silence is known.
+    heartbeats its silence is known, and where it is silent if its stacks are.
     """
     living = [(node, status) for node, status in each(statuses_by_node) if status.alive]
     stopped = [entry for entry in living if entry[1].stopped_s >= _STOPPED_S]
     if not stopped and all(status.phase == heartbeat.OBSERVED for _, status in overdue):
-        return _silent(overdue, limits)
+        return _silent(overdue, stacks, limits)
     least = min(status.heartbeats for _, status in living)
     behind = [entry for entry in living if entry[1].heartbeats == least]
     odd = _odd_ones(behind, stacks)
@@ -263,7 +263,7 @@ def hung(
     place = f" at {stacks[status.rank][0]}" if stacks.get(status.rank) and not stopped else ""
     waited, late = max(((status.age_s, status) for _, status in overdue), key=lambda entry: entry[0])
     if status.phase == heartbeat.OBSERVED:
-        return Verdict(cause, f"{how}; no output and no processor time for {waited:.0f} s", node, status.rank)
+        return Verdict(cause, f"{how}{place}; no output and no processor time for {waited:.0f} s", node, status.rank)
     limit = limits.hang_s if stopped else limits.of(late)
     after = f"phase {status.phase} after iteration {status.iteration}"
     return Verdict(
@@ -271,12 +271,19 @@ def hung(
     )
 
 
-def _silent(overdue: Sequence[tuple[str, RankStatus]], limits: HangLimits) -> Verdict:
-    """Returns that a program without heartbeats is silent: which rank waits for which cannot be seen."""
-    node, status = max(overdue, key=lambda entry: entry[1].age_s)
+def _silent(
+    overdue: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]], limits: HangLimits
+) -> Verdict:
+    """Returns that a program without heartbeats is silent: the rank that its stack shows outside of a collective while
+    others wait in one, or else the one that is silent for longest.
+    """
+    odd = _odd_ones(overdue, stacks)
+    node, status = max(odd or overdue, key=lambda entry: entry[1].age_s)
+    place = f" at {stacks[status.rank][0]}" if stacks.get(status.rank) else ""
     others = f", as well as {count(len(overdue) - 1, 'other rank')}" if len(overdue) > 1 else ""
-    how = f"is silent{others}: no output and no processor time for {status.age_s:.0f} s (limit {limits.hang_s:.0f} s)"
-    return Verdict(Cause.PROGRAM_SILENT, how, node, status.rank)
+    others = " while others wait in a collective" if odd else others
+    silence = f"no output and no processor time for {status.age_s:.0f} s (limit {limits.hang_s:.0f} s)"
+    return Verdict(Cause.PROGRAM_SILENT, f"is silent{place}{others}: {silence}", node, status.rank)
 
 
 def build_locked(statuses_by_node: StatusByNode, locks: Mapping[int, str]) -> Verdict | None:
@@ -291,9 +298,10 @@ def build_locked(statuses_by_node: StatusByNode, locks: Mapping[int, str]) -> Ve
 def _odd_ones(
     ranks: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]]
 ) -> list[tuple[str, RankStatus]]:
-    """Returns the ranks that do not wait, or none if no rank waits, because that identifies nobody."""
-    found = [entry for entry in ranks if (frames := stacks.get(entry[1].rank)) and not waits(frames)]
-    return found if len(found) < len(ranks) else []
+    """Returns the ranks that do not wait, or none if no rank is seen to wait, because that identifies nobody."""
+    seen = [entry for entry in ranks if stacks.get(entry[1].rank)]
+    found = [entry for entry in seen if not waits(stacks[entry[1].rank])]
+    return found if len(found) < len(seen) else []
 
 
 def waits(frames: Sequence[str]) -> bool:

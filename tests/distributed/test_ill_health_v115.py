@@ -11,7 +11,7 @@ import pytest
 from tests.cases import thinned
 from tests.distributed.ranks import losses, metrics, read_lines
 from tests.distributed.test_ill_health import IDLE, OTHER_RATE, RUINOUS, SAVES, illness
-from tests.distributed.test_megatron_v115 import LAYOUTS, PP, ZERO, train
+from tests.distributed.test_megatron_v115 import LAYOUTS, PP, WARMUP, ZERO, train
 from tests.distributed.test_megatron_v115 import workspace as workspace
 from tridock.contracts.checkpoint_files import Illness, Quantity
 from tridock.contracts.checkpoints import saved_in
@@ -51,6 +51,7 @@ def test_a_checkpoint_of_a_lost_training_replaces_none(workspace: Path, source: 
     assert resumed.codes == [0, 0], resumed.out[0][-5000:]
     assert f"warning: {kept[8]} is passed over:\n{kept[8]}: was saved in ill health; got the loss of" in resumed.out[0]
     assert min(losses(folder))[0] == first - 1
+    assert all(it["lr"] <= 2e-3 for (_, split), it in metrics(folder).items() if split == "train")
 
 
 FEW = {"train.train_iters": 8, "train.eval_interval": 0}
@@ -86,7 +87,9 @@ def test_a_long_run_whose_steps_are_all_skipped_ends_early(workspace: Path, sour
 
 def test_a_gradient_that_is_applied_although_it_overflowed_is_recorded(workspace: Path, source: Path) -> None:
     """Without DeepSpeed, Megatron v1.1.5 looks for no overflow at a fixed loss scale: the first step ruins all."""
-    scaled = IDLE | FEW | {"parallel.strategy": "ddp", "train.save_interval": 1, "train.log_interval": 100}
+    scaled = IDLE | FEW | {
+        "parallel.strategy": "ddp", "train.save_interval": 1, "train.log_interval": 100, WARMUP: 1,
+    }  # fmt: skip
     folder, done = train(workspace, source, "applied", 2, **(scaled | {"train.train_iters": 3}))
     assert done.codes == [4, 4], done.out[0][-5000:]
     assert "iteration 3: the loss is not finite" in done.out[0] + done.err[0]

@@ -70,7 +70,7 @@ class Recorder:
         time_phases(model, self.phases)
         self.phases.read()  # the time before belongs to no step
         self._logged_at = time.monotonic()
-        self._health = Health(self.experiment, self.iteration, self._updates, self._ranks.device)
+        self._health = Health(self.experiment, self.iteration, self._updates, self._ranks.device, "fp32")
         heartbeat.beat(heartbeat.FIRST_STEP, self.iteration)
         self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
@@ -271,6 +271,8 @@ class Recorder:
         self._updates = None  # unless the checkpoint says
         with keeping_settings(given[1]):
             iteration = self._began_at = self._checkpoints.load(load, self._check, *given, **named)
+        scheduler = given[2]
+        scheduler.step(scheduler.num_iters)  # DeepSpeed loads its optimizer last, with the rate of the checkpoint
         self.event(Event.CHECKPOINT_LOADED, folder=str(self._upstream.get_args().load), iteration=iteration)
         return iteration
 

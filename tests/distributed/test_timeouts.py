@@ -41,7 +41,7 @@ def test_no_group_has_a_shorter_one_than_the_hang_limits(workspace: Path, engine
     experiment = load_experiment(folder / "experiment.yaml")
     plan = make_plan(experiment, {"localhost": range(2)}, folder.name)
     env = rank_program(experiment.resolved(plan.data_parallel_size), plan, folder.name, str(folder)).env
-    program = PROGRAM.get(engine, "tridock.train")
+    program = PROGRAM.get(engine, "tridock.train.__main__")
     argv = ["-m", "tests.distributed.timeouts", program, "all", "--run-folder", str(folder)]
     with Started(argv, folder, 2, env) as ranks:
         found = timeouts(ranks.wait())

@@ -313,7 +313,7 @@ def test_a_resumed_run_continues_the_very_same_losses(workspace: Path, source: P
     assert made_with
     ours = CheckpointLayout.of(experiment(**fields), replicas)
     assert written.pop("training")["optimizer.lr_decay_iters"] == "10"
-    assert written == {**ours.to_json(), "tokenizer_sha256": made_with}
+    assert written == {**ours.to_json(), "tokenizer_sha256": made_with, "updates": 6}
     assert "checkpoint_loaded" in events(part)
     assert train_losses(part) == train_losses(whole)[6:]
 

@@ -38,6 +38,8 @@ RUN_FOLDER: Final = "TRIDOCK_RUN_FOLDER"
 EXEC: Final = "TRIDOCK_EXEC"
 # For `tridock bench`: the run alternates with a bare PyTorch loop, `<warm-up steps>,<steps per turn>`.
 TURNS: Final = "TRIDOCK_TURNS"
+# DeepSpeed's own variable: the timeout of a collective of torch, in whole minutes.
+COLLECTIVE_TIMEOUT: Final = "DEEPSPEED_TIMEOUT"
 # DeepSpeed's log level.
 DEEPSPEED_LOG_LEVEL: Final = "TRIDOCK_DEEPSPEED_LOG_LEVEL"
 

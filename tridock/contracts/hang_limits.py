@@ -45,6 +45,17 @@ LIMITS: Final[Mapping[str, Limit]] = MappingProxyType({
 })  # fmt: skip
 """By phase. A phase that is not listed has no limit: the rank ends by itself."""
 
+_COLLECTIVE_MINUTES: Final = 7 * 24 * 60
+
+
+def collective_minutes(hang_s: float) -> int:
+    """Returns torch's own timeout of the collectives of a supervised run, which must judge no rank.
+
+    A rank may wait in one for as long as another's limit allows, and that has no end while bytes are progress. So it
+    is a week, unless ``launch.hang_timeout`` is longer.
+    """
+    return max(_COLLECTIVE_MINUTES, 2 * math.ceil(hang_s / 60))
+
 
 def limit_s(
     phase: str, hang_s: float, *, steps: int = 0, longest_step_s: float = 0.0, planned_step_s: float | None = None

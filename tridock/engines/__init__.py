@@ -9,6 +9,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from tridock.contracts import environment, run_folder
+from tridock.contracts.hang_limits import collective_minutes
 from tridock.engines.cost_model import CostModel
 from tridock.engines.deepspeed import deepspeed_config
 from tridock.engines.fields import Refused, as_yaml
@@ -119,5 +120,11 @@ def rank_program(
     if experiment.parallel.strategy == "zero":
         config = deepspeed_config(experiment, plan.data_parallel_size)
         files[run_folder.DEEPSPEED_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    env = {**program.env, **experiment.env, environment.RUN_ID: run_id, environment.WORLD_SIZE: str(plan.world_size)}
+    env = {
+        environment.COLLECTIVE_TIMEOUT: str(collective_minutes(experiment.launch.hang_timeout)),
+        **program.env,
+        **experiment.env,
+        environment.RUN_ID: run_id,
+        environment.WORLD_SIZE: str(plan.world_size),
+    }
     return replace(program, env=env, files=files)

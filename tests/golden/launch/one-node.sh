@@ -4,6 +4,7 @@ set -Eeuo pipefail
 
 trap '' USR1
 cd /workspace/runs/tiny-20260102-030405-abcd
+export DEEPSPEED_TIMEOUT=10080
 export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s two words'
 export TRIDOCK_RUN_ID=tiny-20260102-030405-abcd

@@ -38,6 +38,6 @@ exec tridock slurm supervise --env=NCCL_DEBUG=INFO "$RUN" -- \
   --volume="$WORKSPACE:$WORKSPACE" --volume=/data:/data --volume=/a:/b:ro --workdir="$RUN" \
   --env=SLURM_JOB_ID --env=SLURM_STEP_ID --env=SLURM_NODEID --env=SLURM_PROCID --env=SLURM_LOCALID \
   --env=SLURM_NTASKS --env=SLURM_STEP_TASKS_PER_NODE --env=MASTER_ADDR --env=MASTER_PORT --env=TRIDOCK_RUN_ID \
-  --env=TRIDOCK_WORLD_SIZE --env=NCCL_DEBUG \
+  --env=TRIDOCK_WORLD_SIZE --env=DEEPSPEED_TIMEOUT --env=NCCL_DEBUG \
   '--env=X=it'"'"'s' tridock:latest \
   python -u -m tridock.train --run-folder "$RUN"

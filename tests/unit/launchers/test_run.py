@@ -89,7 +89,8 @@ def test_files_of_the_folder() -> None:
     assert made.path == f"/workspace/runs/{RUN_ID}"
     assert made.files["hostfile"].decode() == "gpu-1 slots=6\ngpu-2 slots=6\n"
     assert made.files["deepspeed_env"].decode().splitlines() == [
-        "NCCL_DEBUG=INFO", "GREETING=it's two words", f"TRIDOCK_RUN_ID={RUN_ID}", "TRIDOCK_WORLD_SIZE=4",
+        "DEEPSPEED_TIMEOUT=10080", "NCCL_DEBUG=INFO", "GREETING=it's two words", f"TRIDOCK_RUN_ID={RUN_ID}",
+        "TRIDOCK_WORLD_SIZE=4",
     ]  # fmt: skip
     assert json.loads(made.files["manifest.json"]) == {"image": "sha256:1", "run_id": RUN_ID}
     assert json.loads(made.files["ds_config.json"])["train_batch_size"] == 4

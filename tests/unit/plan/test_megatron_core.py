@@ -224,6 +224,7 @@ def test_the_program_of_a_rank() -> None:
     assert program.files == {}
     assert program.env == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "DEEPSPEED_TIMEOUT": "10080",
         "NCCL_DEBUG": "INFO",
         "TRIDOCK_RUN_ID": "id",
         "TRIDOCK_WORLD_SIZE": "2",

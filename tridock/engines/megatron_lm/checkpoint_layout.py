@@ -10,6 +10,8 @@ from tridock.experiment.training import training_fields, training_problems
 
 TRAINING = "training"
 """The key of the file beside the checkpoint under which :func:`training_fields` are."""
+UPDATES = "updates"
+"""The key under which the steps so far that updated the parameters are."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 
 

@@ -32,6 +32,7 @@ _TASKS_OWN = (
     "MASTER_PORT",
     environment.RUN_ID,
     environment.WORLD_SIZE,
+    environment.COLLECTIVE_TIMEOUT,
 )
 
 _ON_ALLOCATED_GPUS: Final = (

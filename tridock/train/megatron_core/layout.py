@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from tridock.experiment.schema import Parallel
 from tridock.layout.plan import layout_label
 from tridock.train.data.dataset import mixed_seed
+from tridock.train.rank.process_group import collective_timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Layout:
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            distributed_timeout_minutes=collective_timeout() / timedelta(minutes=1),
             create_gloo_process_groups=False,
         )
         return cls(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tridock.contracts.checkpoint_files import Illness
 from tridock.contracts.checkpoints import LAYOUT, MANIFEST, TRACKER
 from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.experiment.schema import Train
@@ -41,7 +42,14 @@ class UpstreamCheckpoints:
         self.loaded: Path | None = None
 
     def start(
-        self, save: Callable[..., None], layout: bytes, in_background: bool, iteration: int, model: Any, *rest: Any
+        self,
+        save: Callable[..., None],
+        layout: bytes,
+        ill: Illness | None,
+        in_background: bool,
+        iteration: int,
+        model: Any,
+        *rest: Any,
     ) -> Callable[[], Path]:
         """Begins a checkpoint with a ``layout.json``; returns what writes it, as :meth:`Checkpoints.start`."""
 
@@ -63,7 +71,7 @@ class UpstreamCheckpoints:
                 save(iteration, model, *rest)
 
         own = {TRACKER: str(iteration).encode(), LAYOUT: layout}
-        return self.checkpoints.start(prepare, iteration, own, (), self._keep, in_background)
+        return self.checkpoints.start(prepare, iteration, own, (), self._keep, ill, in_background)
 
     def _writes_weights(self, leaders: Sequence[int]) -> bool:
         """Whether this rank is the first on its file system of those that have the same weights."""

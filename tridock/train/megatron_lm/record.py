@@ -16,7 +16,7 @@ from tridock.contracts.checkpoints import LAYOUT
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.records import read_object
 from tridock.contracts.tokenizers import TOKENIZER_SHA256, sha256_of_data
-from tridock.engines.megatron_lm.checkpoint_layout import TRAINING, CheckpointLayout, checkpoint_problems
+from tridock.engines.megatron_lm.checkpoint_layout import TRAINING, UPDATES, CheckpointLayout, checkpoint_problems
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.parameters import model_parameters
 from tridock.experiment.schema import Experiment
@@ -24,7 +24,9 @@ from tridock.experiment.training import training_fields
 from tridock.train.checkpoints.adam_state import keeping_settings
 from tridock.train.checkpoints.saver import Saver, saves_in_background
 from tridock.train.megatron_lm.checkpoint import UpstreamCheckpoints
+from tridock.train.parallel.strategies import norm_of, norm_of_taken_step
 from tridock.train.rank import signals
+from tridock.train.rank.health import Health, Seen
 from tridock.train.rank.metrics import Metrics
 from tridock.train.rank.phases import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER, SYNC, WAIT, Phases, step_seconds
 from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks, agree_on_errors
@@ -49,6 +51,10 @@ class Recorder:
         self._leaves, self._is_logged = False, True
         self._loss: float | None = None
         self._saved, self._began_at = -1, 0
+        self._updates: int | None = 0
+        self._logged_skips = 0
+        self._health: Health
+        self._applied_norm: Any = None
         self._logged_at, self._logged_iteration = time.monotonic(), 0
         copy = (lambda folder: self._checkpoints.checkpoints.copy(folder)) if train.checkpoint_copies > 1 else None
         self.saver = Saver(ranks, run_folder, self.phases, saves_in_background(train), copy)
@@ -64,6 +70,7 @@ class Recorder:
         time_phases(model, self.phases)
         self.phases.read()  # the time before belongs to no step
         self._logged_at = time.monotonic()
+        self._health = Health(self.experiment, self.iteration, self._updates, self._ranks.device, "fp32")
         heartbeat.beat(heartbeat.FIRST_STEP, self.iteration)
         self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
@@ -78,7 +85,15 @@ class Recorder:
         optimizer = self._original["get_optimizer"](model)
         if getattr(optimizer, "dynamic_loss_scale", False):
             optimizer.loss_scaler.cur_scale = 2.0**self.experiment.fp16.initial_scale_power
+        parallel = self.experiment.parallel
+        if parallel.strategy == "ddp" or parallel.zero_stage == 0:  # nothing else computes a norm
+            getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(self._measure)
         return optimizer
+
+    def _measure(self, optimizer: Any, *_: object) -> None:
+        """Keeps the norm of the gradient that this rank applies; clipping leaves none finite that was not."""
+        weights = (it for group in optimizer.param_groups for it in group["params"])
+        self._applied_norm = norm_of([it.grad for it in weights if it.grad is not None])
 
     def train_step(self, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
         """Runs one optimizer step; returns upstream's results.
@@ -88,7 +103,12 @@ class Recorder:
         """
         self.profiling.before(self.iteration + 1)
         with self.phases.inside(OPTIMIZER if self._upstream.get_args().pipe_parallel_size == 0 else WAIT):
-            return self._step(self.phases.around(FORWARD, forward), self._timed(iterator), model, optimizer, scheduler)
+            forward = self.phases.around(FORWARD, forward)
+            losses, skipped = self._step(forward, self._timed(iterator), model, optimizer, scheduler)
+        norm = model.get_global_grad_norm() if self._applied_norm is None else self._applied_norm
+        overflow = getattr(optimizer, "overflow", False)
+        self._health.add(losses["lm loss"].reshape(()), math.inf if overflow else norm_of_taken_step(norm))
+        return losses, skipped
 
     def _timed(self, iterator: Any) -> Any:
         return None if iterator is None else _Timed(iterator, self.phases)
@@ -142,6 +162,9 @@ class Recorder:
         step_time = (now - self._logged_at) / steps
         self._logged_at, self._logged_iteration = now, iteration
         norm = self._model.get_global_grad_norm() if hasattr(self._model, "get_global_grad_norm") else None
+        seen = self._health.look()
+        skips, self._logged_skips = seen.skipped - self._logged_skips, seen.skipped
+        scale = 1.0 if scale is None else float(scale)
         self.metrics.iteration(
             {
                 "iteration": iteration,
@@ -151,15 +174,24 @@ class Recorder:
                 "step_time_s": step_time,
                 "tokens_per_second": samples * self.experiment.model.seq_length / step_time,
                 "consumed_samples": samples * iteration,
-                "loss_scale": 1.0 if scale is None else float(scale),
+                "loss_scale": scale,
+                **({"skipped_steps": skips} if self.experiment.precision == "fp16" else {}),
                 "phases": step_seconds(phases, steps),
                 **self.memory.metrics(),
             }
         )
+        self._condemn(seen)
         if not math.isfinite(loss):
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use fp32"
             what, cause = "the loss is not finite", Cause.LOSS_NOT_FINITE
             raise AgreedError(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
+        if (problem := self._health.idleness(seen, scale)) is not None:
+            raise AgreedError(RunError(problem))
+
+    def _condemn(self, seen: Seen) -> None:
+        """Marks the last checkpoint if its weights have turned out to yield no finite loss. A collective."""
+        if seen.ill is not None and seen.condemns(self._saved):
+            self.saver.condemn(self._checkpoints.checkpoints, self._saved, seen.ill)
 
     def evaluate(self, forward: Any, *given: Any, **named: Any) -> Any:
         """Keeps the loss that upstream prints, and writes a heartbeat at every batch."""
@@ -200,13 +232,15 @@ class Recorder:
             return
         if self._saved < 0:
             self.saver.set_aside(self._checkpoints.checkpoints, self._began_at, self._checkpoints.loaded)
+        seen = self._health.look()
+        self._condemn(seen)
 
         def start(in_background: bool) -> Callable[[], Path]:
-            save = self._original["save_checkpoint"]
-            return self._checkpoints.start(save, self._layout(), in_background, iteration, *given)
+            save, layout = self._original["save_checkpoint"], self._layout(self._health.updates(seen))
+            return self._checkpoints.start(save, layout, seen.ill, in_background, iteration, *given)
 
         is_last = iteration == self.experiment.train.train_iters or self._leaves
-        self._logged_at += self.saver.save(start, iteration, is_last)  # not training time
+        self._logged_at += self.saver.save(start, iteration, is_last, seen.ill)  # not training time
         self._saved = iteration
 
     @property
@@ -214,10 +248,10 @@ class Recorder:
         args = self._upstream.get_args()
         return int(args.world_size // (args.model_parallel_size * max(1, args.pipe_parallel_size)))
 
-    def _layout(self) -> bytes:
+    def _layout(self, updates: int | None) -> bytes:
         """Returns what a checkpoint says of itself to the next launch."""
         layout = CheckpointLayout.of(self.experiment, self._replicas).to_json()
-        layout[TRAINING] = training_fields(self.experiment)
+        layout[TRAINING], layout[UPDATES] = training_fields(self.experiment), updates
         layout[TOKENIZER_SHA256] = sha256_of_data(self.run_folder.parent.parent / self.experiment.data.prefix)
         return (json.dumps(layout, indent=2) + "\n").encode()
 
@@ -225,6 +259,7 @@ class Recorder:
         """Raises :class:`AgreedError` if a checkpoint is of another layout or training. A collective."""
         with agree_on_errors(self._ranks):
             written = read_object(folder / LAYOUT)
+            self._updates = written.get(UPDATES)
             RequestError.raise_for(checkpoint_problems(self.experiment, self._replicas, written))
 
     def load_checkpoint(self, *given: Any, **named: Any) -> int:
@@ -233,8 +268,11 @@ class Recorder:
             self._say(f"{self._upstream.get_args().load} holds no checkpoint yet: training begins from scratch")
             return 0
         load = self._original["load_checkpoint"]
+        self._updates = None  # unless the checkpoint says
         with keeping_settings(given[1]):
             iteration = self._began_at = self._checkpoints.load(load, self._check, *given, **named)
+        scheduler = given[2]
+        scheduler.step(scheduler.num_iters)  # DeepSpeed loads its optimizer last, with the rate of the checkpoint
         self.event(Event.CHECKPOINT_LOADED, folder=str(self._upstream.get_args().load), iteration=iteration)
         return iteration
 

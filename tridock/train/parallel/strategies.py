@@ -212,7 +212,7 @@ class DistributedDataParallel:
     def _update(self, lr: float) -> Tensor:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         clip_grad = self.experiment.optimizer.clip_grad
-        return clip_and_step(self.optimizer, _norm(gradients), self.scaler, clip_grad, lr)
+        return clip_and_step(self.optimizer, norm_of(gradients), self.scaler, clip_grad, lr)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -317,7 +317,7 @@ class Zero:
             if number == len(batches) and self.stage == 0 and self.precision == "fp32":
                 # Here DeepSpeed uses the plain optimizer and does not return the norm of the mean gradient.
                 gradients = [parameter.grad for parameter in self.engine.parameters() if parameter.grad is not None]
-                bare_norm = _norm(gradients)
+                bare_norm = norm_of(gradients)
             with self.phases.inside(OPTIMIZER):
                 self.engine.step()  # updates after the last micro-batch only
             total += loss.detach().float()
@@ -402,7 +402,7 @@ def _mean(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).float().mean()
 
 
-def _norm(gradients: list[Tensor]) -> Tensor:
+def norm_of(gradients: list[Tensor]) -> Tensor:
     """Returns the 2-norm of all gradients as one vector. torch has get_total_norm only since 2.6."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 

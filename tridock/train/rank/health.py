@@ -66,12 +66,20 @@ class Seen:
 class Health:
     """Watches the steps of one attempt, which continues from iteration ``start``.
 
-    ``updates_before``: the steps before that updated the parameters; None if the checkpoint does not say.
+    ``updates_before``: the steps before that updated the parameters; None if the checkpoint does not say. ``wider``:
+    the engine's precisions with a wider range than fp16, for advice.
     """
 
-    def __init__(self, experiment: Experiment, start: int, updates_before: int | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        start: int,
+        updates_before: int | None,
+        device: torch.device,
+        wider: str = "bf16 or fp32",
+    ) -> None:
         self._experiment, self._start, self._before = experiment, start, updates_before
-        self._device = device
+        self._device, self._wider = device, wider
         self._steps: list[tuple[Tensor, Tensor | float]] = []
         self._iteration = start
         self._state = torch.tensor([start, -math.inf, 0, 0, 0, start], dtype=torch.float64).to(device)
@@ -161,15 +169,14 @@ class Health:
         return _problem(seen, f"no parameter was updated: {what}", "", todo)
 
     def _skips(self, what: str, seen: Seen, loss_scale: float) -> Problem:
-        precise = "bf16 or fp32"
         if self._experiment.precision != "fp16":
             todo = "lower optimizer.lr, or check the data"
             return _problem(seen, f"no parameter was updated: {what}, because the gradient is not finite", "", todo)
-        todo = f"lower fp16.initial_scale_power, train longer, or use {precise}"
+        todo = f"lower fp16.initial_scale_power, train longer, or use {self._wider}"
         if self._experiment.fp16.loss_scale > 0:
-            todo = f"lower fp16.loss_scale, set it to 0 for a dynamic one, or use {precise}"
+            todo = f"lower fp16.loss_scale, set it to 0 for a dynamic one, or use {self._wider}"
         elif loss_scale <= SMALLEST_SCALE:
-            todo = f"lower optimizer.lr, or use {precise}"
+            todo = f"lower optimizer.lr, or use {self._wider}"
         what = f"no parameter was updated: {what}, because the gradient overflowed in fp16"
         return _problem(seen, what, f"a loss scale of {loss_scale:g}", todo)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from tridock.contracts.events import Cause
 from tridock.errors import Problem, RequestError, RunError, TridockError
 from tridock.train.rank.device import choose_device
 
-TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
-"""DeepSpeed's variable: the timeout of a collective in minutes, which also limits the rendezvous."""
 _DEFAULT_TIMEOUT_MINUTES: Final = 30
 _RECORDER_VARIABLES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 _OLD_RECORDER_VARIABLES: Final = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -71,7 +69,10 @@ def join() -> Ranks:
         environment["MASTER_PORT"] = "0" if environment["WORLD_SIZE"] == "1" else "29500"  # 0: any free port
     rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
     device = choose_device(local_rank)
-    timeout = timedelta(minutes=float(environment.get(TIMEOUT_VARIABLE) or _DEFAULT_TIMEOUT_MINUTES))
+    timeout = collective_timeout()
+    # torch gives every further group these, and not the first one's; as do DeepSpeed, DeviceMesh and v1.1.5.
+    defaults: Any = dist.distributed_c10d
+    defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = timeout
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         # Two steps: a rank that never starts gets a shorter timeout than one that writes a checkpoint.
@@ -89,6 +90,11 @@ def join() -> Ranks:
     ranks = Ranks(rank, local_rank, dist.get_world_size(), device)
     check_world(ranks)
     return ranks
+
+
+def collective_timeout() -> timedelta:
+    """Returns the timeout of this rank's collectives: the launch's, or that of the user's experiment."""
+    return timedelta(minutes=float(os.environ.get(environment.COLLECTIVE_TIMEOUT) or _DEFAULT_TIMEOUT_MINUTES))
 
 
 def enable_flight_recorder(prefix: Path) -> None:

@@ -83,7 +83,7 @@ def memory_kills(events: Mapping[str, str]) -> dict[str, int]:
 
 
 def evidence_beside(events: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns what nodes have told of the last attempt beside its failure: links that failed, clocks that differ."""
+    """Returns the evidence beside the last attempt's failure: links that failed, clocks that differ."""
     found = _last_attempt(events.values())
     links = (_link(event) for event in found if event["event"] == Event.LINK_FAULTS)
     clocks = (

@@ -56,7 +56,7 @@ def begun(twin: Twin, program: str, *options: str, **launch: object) -> subproce
     """Starts a program on both nodes, and follows it."""
     (twin.folder / "code").mkdir(exist_ok=True)
     (twin.folder / "code" / "main.py").write_text(program)
-    run = {"engine": "command", "command": ["python", "main.py"], "code": "code", "launch": launch}
+    run = {"name": "own", "engine": "command", "command": ["python", "main.py"], "code": "code", "launch": launch}
     (twin.folder / "run.yaml").write_text(json.dumps(run))
     return twin.tridock("run", "--config", "run.yaml", *options)
 

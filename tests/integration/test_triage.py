@@ -87,8 +87,8 @@ def test_the_kernel_kills_a_worker_of_a_program(twin: Twin) -> None:
 def test_where_a_program_is_silent(twin: Twin) -> None:
     """py-spy reads the ranks in a node's container, without a capability."""
     run_id, output = failed(twin, SILENT, hang_timeout=5)
-    place = f"/workspace/runs/{run_id}/code/main.py:5 in waits_for_a_file"
-    assert f"is silent at {place}, as well as 1 other rank: no output and no processor time" in output
+    silent = r"is silent at \S*main\.py:5 in waits_for_a_file(, as well as 1 other rank)?: no output and no processor"
+    assert re.search(silent, output), output
     for rank in (0, 1):
         log = (twin.folder / "runs" / run_id / "logs" / f"rank-{rank}.log").read_text()
         assert 'main.py", line 5 in waits_for_a_file\n' in log

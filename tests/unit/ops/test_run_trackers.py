@@ -13,11 +13,13 @@ from tests.unit.trackers.conftest import python  # noqa: F401 - a fixture
 from tridock.cli import main
 from tridock.cluster.schema import parse_settings
 from tridock.cluster.settings import load_cluster
+from tridock.command import Command
 from tridock.contracts.supervision import Supervision
 from tridock.contracts.trackers import Reachable
 from tridock.errors import ClusterError, RequestError
 from tridock.experiment import dump_experiment, parse_experiment
 from tridock.extras import install_command
+from tridock.launchers.run import RunBundle
 from tridock.ops.hosts.client import NodeClient
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs import this_machine
@@ -171,7 +173,8 @@ def test_the_node_that_may_take_the_run_over_gets_the_secrets(
 
     monkeypatch.setattr(client, "node_verb", verb)
     supervision = Supervision("a", {"a": (0,), "b": (1,)}, ("b",), 20000, 30.0, max_restarts=restarts)
-    bundle = SimpleNamespace(path="/workspace/runs/t", files={"supervision.json": supervision.to_json().encode()})
+    files = {"supervision.json": supervision.to_json().encode()}
+    bundle = RunBundle("t", "/workspace/runs/t", Command.of("true"), files)
     start(
         client,
         SimpleNamespace(node_verb=lambda it, *given, **named: verb(it.head, *given, **named)),

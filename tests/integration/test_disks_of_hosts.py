@@ -164,7 +164,9 @@ def lose_host_b(
 def went_on(events: Callable[[str], list[dict[str, object]]]) -> dict[str, object]:
     """How a run that trained to its end went on."""
     assert events("not_restarted") == []
-    assert [it["iteration"] for it in events("checkpoint_loaded")] == [events("run_restarted")[0]["iteration"]]
+    # The newest that the head knows may lack what was not copied when the node was lost.
+    (loaded,), (restarted,) = events("checkpoint_loaded"), events("run_restarted")
+    assert 10 <= loaded["iteration"] <= restarted["iteration"]  # type: ignore[operator]
     assert events("run_finished")[0]["iteration"] == 1500
     (moved,) = events("run_moved")
     return moved

@@ -31,6 +31,7 @@ from tridock.node.supervisor.restart import (
     refusal,
 )
 from tridock.node.supervisor.verdict import (
+    NODE_SILENCE_S,
     HangLimits,
     StatusByNode,
     Verdict,
@@ -495,11 +496,12 @@ class RunSupervisor:
         return None
 
     def _obstacle(self) -> str | None:
-        remaining = self._stop()
-        self._silent = [node for node in self._supervision.watched if node not in remaining]
-        if self._silent:
-            error = self._agents.ssh_errors()[self._silent[0]]
-            return f"{', '.join(self._silent)} does not answer" + (f" ({error})" if error else "")
+        remaining, silence_s = self._stop(), self._agents.silence_s()
+        late = [node for node in self._supervision.watched if node not in remaining]
+        self._silent = [node for node in late if silence_s[node] >= NODE_SILENCE_S]  # others are slow, and not lost
+        if late:
+            error = self._agents.ssh_errors()[late[0]]
+            return f"{', '.join(late)} does not answer" + (f" ({error})" if error else "")
         if any(remaining.values()):
             return f"previous processes do not end: {_counted(remaining)}"
         if (full := no_room(self._folder)) is not None:

@@ -100,6 +100,7 @@ def test_a_host_without_room_is_named_and_the_other_gets_it(rack: Rack, data: Pa
     (rack.project / "data" / "full" / "z.bin").write_bytes(os.urandom(SIZE))
     wrong = df == "a wrong one"
     if wrong:
+        assert rack.fab("up", hosts=HOSTS).returncode == 0
         in_node(rack, "printf '#!/bin/sh\necho 99999999999\n' >/usr/local/bin/df; chmod 755 /usr/local/bin/df")
     with small_disk(rack, "full") as folder:
         done = rack.fab("data", "--path", "data/full", hosts=HOSTS)

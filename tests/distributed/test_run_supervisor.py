@@ -73,6 +73,7 @@ def test_a_rank_that_a_signal_ends_takes_all_along(make: Make, number: signal.Si
     assert run.end() == 4
     (event,) = run.events()
     reason = event.pop("reason")
+    assert os.WTERMSIG(event.pop("wait_status")) == number
     about = {"rank": 1, "node": "here", "exit_code": 4, "cause": "rank_signalled"}
     assert event == {"event": "rank_died", **about}
     assert reason.startswith(f"was ended by {how} after iteration ")

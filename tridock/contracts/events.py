@@ -36,7 +36,7 @@ class Event(StrEnum):
     RUN_PREEMPTED = "run_preempted"  # iteration
     RUN_FAILED = "run_failed"  # rank, cause, reason, problem? (where, what, got, todo), agreed?, consequence?
     # Written by the supervisor.
-    RANK_DIED = "rank_died"  # rank, node, exit_code, cause, reason
+    RANK_DIED = "rank_died"  # rank, node, exit_code, cause, reason, wait_status?
     RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason, path? (the file that it waits for)
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason

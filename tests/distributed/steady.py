@@ -1,7 +1,8 @@
 """Ranks that train nothing, for tests of what surrounds ranks: ``python steady.py RUN_FOLDER RANKS STEPS [LOAD]``.
 
 They write a heartbeat at every step and a checkpoint's pointer after every tenth, and continue from there if LOAD is
-given. Anything else is on request: a file ``<rank>-<word>`` in the run's folder is taken away and done.
+given. Anything else is on request: a file ``<rank>-<word>`` in the run's folder is taken away and done; in the phase
+that HELD names they wait for a file ``go`` there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tridock.contracts.run_folder import write_atomic
 
 STEP_S = float(os.environ.get("STEP_S", "0.05"))
 LONG_STEP_S = 9.0
+HELD = os.environ.get("HELD")
 
 
 def hang_for_ever() -> None:
@@ -46,7 +48,9 @@ def train(folder: Path, rank: int, steps: int, load: bool) -> None:
     (folder / heartbeat.FOLDER).mkdir(exist_ok=True)
     faulthandler.register(heartbeat.STACKS_SIGNAL, heartbeat.stacks_path(folder, rank).open("w"), all_threads=True)
     heartbeat.start(folder, rank)
+    hold(folder, heartbeat.START)
     heartbeat.beat(heartbeat.FIRST_STEP, first)
+    hold(folder, heartbeat.FIRST_STEP)
     iteration = first
     for iteration in range(first + 1, steps + 1):
         time.sleep(STEP_S)
@@ -56,9 +60,19 @@ def train(folder: Path, rank: int, steps: int, load: bool) -> None:
             write_atomic(folder / "checkpoints" / f"iter_{iteration:07d}" / MANIFEST, manifest.encode())
         if obey(folder, rank):
             break
-    heartbeat.beat(heartbeat.END)
+    for phase in (heartbeat.EVAL, heartbeat.SAVE, heartbeat.END):
+        heartbeat.beat(phase)
+        hold(folder, phase)
     if rank == 0:
         append_event(folder, "run_finished", iteration=iteration)
+
+
+def hold(folder: Path, phase: str) -> None:
+    """Waits for ``go`` if that is the phase to wait in."""
+    while phase == HELD and not (folder / "go").exists():
+        time.sleep(STEP_S)
+        if phase == heartbeat.EVAL:  # a micro-batch
+            heartbeat.touch()
 
 
 def obey(folder: Path, rank: int) -> bool:

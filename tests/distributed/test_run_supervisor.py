@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import thinned
 from tests.distributed.ranks import free_port
 from tests.distributed.supervised import SCRIPT, STARTER, Make
 from tests.patience import WORK_S
-from tridock.contracts import run_folder
+from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import HeldLease, newest
 from tridock.contracts.run_state import exit_code_of, is_supervised
@@ -341,6 +342,21 @@ def test_steps_that_are_longer_than_the_limit_are_no_hang_and_a_hang_is_one(make
     assert int(found[1]) >= int(found[2]) >= 3 * 2
     text = r"tridock: a step takes \d+ s: a rank counts as hung after \d+ s without progress"
     assert sum(1 for line in run.said() if re.fullmatch(text, line)) == 1
+
+
+PHASES = (heartbeat.START, heartbeat.FIRST_STEP, heartbeat.EVAL, heartbeat.SAVE, heartbeat.END)
+
+
+@pytest.mark.parametrize("phase", thinned(PHASES, (heartbeat.SAVE,)))
+def test_a_phase_that_is_longer_than_the_limit_of_steps_is_no_hang(make: Make, phase: str) -> None:
+    run = make(hang_timeout_s=1.0, steps=3, script=f"export HELD={phase}\n{SCRIPT}")
+    run.start()
+    run.until(lambda: all((beat := run.beat(rank)) and beat.phase == phase for rank in (0, 1)))
+    time.sleep(4.0)
+    assert run.events() == []
+    (run.folder / "go").touch()
+    assert run.end() == 0
+    assert [event["event"] for event in run.events()] == ["run_finished"]
 
 
 def test_micro_batches_of_a_long_step_are_progress(make: Make) -> None:

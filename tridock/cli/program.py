@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
 
     ``program`` is the name shown in help and hints: ``fab`` for Fabric's tasks.
     """
-    os.umask(os.umask(0o077) | 0o002)  # of what runs as its user, such as launch.sh, nothing is everybody's to write
+    os.umask(os.umask(0o077) | 0o002)  # of what runs as its user, such as launch.sh, nothing is world-writable
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller; a file opened later must not get its descriptor
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open until the end

@@ -304,7 +304,8 @@ class Launch(Section):
     hang_timeout: Count = Field(
         default=30,
         description="Seconds without progress after which a rank counts as hung and the run is ended, but at least"
-        " three of its longest steps, and 1800 s until it has measured some; 0 for never (for a debugger).",
+        " three of its longest steps, and 1800 s until it has measured some; 0 for never (for a debugger). torch's"
+        " own timeout of collectives is a week, or twice this if that is longer.",
     )
 
 

@@ -173,8 +173,15 @@ def _stop_beside_neighbours(client: NodeClient, run_id: str) -> None:
     try:
         refuse_slots_of_neighbours(client)
     except RequestError:
-        stop(client, Run(run_id, client.head))
-        print(f"stopped {run_id}: a run of another cluster started on its slots at the same time", file=sys.stderr)
+        try:
+            stop(client, Run(run_id, client.head))
+        except TridockError as error:
+            print(f"warning: {run_id} goes on beside another cluster's run; stop it: {error}", file=sys.stderr)
+        else:
+            print(f"stopped {run_id}: a run of another cluster started on its slots at the same time", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        print(f"run {run_id} has started; see tridock status", file=sys.stderr)
         raise
     except ClusterError as error:
         print(f"warning: whether another cluster uses the slots of {run_id} was not seen: {error}", file=sys.stderr)

@@ -179,8 +179,8 @@ CORES ?= $(shell nproc)
 # More than cores: many of these tests wait for a process.
 WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 PROCESS_WORKERS ?= $(shell echo $$(( 2 * $(CORES) + 1 )))
-# Ranks wait for each other, for launchers and for what is stopped: two files at once, whatever the machine has.
-RANK_WORKERS ?= 2
+# Ranks wait for each other, for launchers and for what is stopped: three files at once, whatever the machine has.
+RANK_WORKERS ?= 3
 # The unit tests that import torch or DeepSpeed.
 TORCH_TESTS = tests/unit/train tests/unit/compat tests/unit/deepspeed tests/memory
 # Those that start processes and wait for them: commands of a node, supervisors, trackers, scripts, workers.

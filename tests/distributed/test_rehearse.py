@@ -90,6 +90,7 @@ def test_an_experiment_in_3d_from_transformers_weights(demo: Path) -> None:
     assert (small.name, small.precision, small.model.normalization) == ("demo-3d-rehearsal", "bf16", "RMSNorm")
 
 
+@pytest.mark.full  # the steps of the one above
 def test_zero_without_the_data(tmp_path: Path) -> None:
     arguments = ["--set", "parallel.zero_stage=2", "--set", "data.data_path=data/none/text_document"]
     with Rehearsal(tmp_path, str(ROOT / "configs/demo.yaml"), *arguments) as rehearsal:

@@ -39,11 +39,10 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class LinkFaults:
-    """How often a network interface or InfiniBand port (``DEVICE:PORT``) went down, and its errors."""
+    """How often a network interface or InfiniBand port (``DEVICE:PORT``) went down."""
 
     name: str
     downs: int
-    errors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,6 @@ class AgentMessage:
     memory_kills: int = 0
     """Sent with the ranks: how many processes the kernel has killed for memory there since the attempt's start."""
     links: tuple[LinkFaults, ...] = ()
-    """Sent with the ranks: the node's links that went down or had errors since the attempt's start."""
+    """Sent with the ranks: the node's links that went down since the attempt's start."""
     clock_s: float = 0.0
     """Sent with the ranks: the node's clock, in seconds since the epoch."""

@@ -98,7 +98,7 @@ class RankMonitor:
 
     @property
     def link_faults(self) -> tuple[LinkFaults, ...]:
-        """The network links here that went down or had errors since the attempt's start."""
+        """The network links here that went down since the attempt's start."""
         return link_faults(self._links_before, link_counters())
 
     @property

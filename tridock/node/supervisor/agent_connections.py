@@ -53,7 +53,7 @@ class _Connection:
         self.memory_kills = 0
         """Processes that the kernel has killed for memory there since the launch."""
         self.links: tuple[LinkFaults, ...] = ()
-        """The node's links that went down or had errors since the launch, at the last report."""
+        """The node's links that went down since the launch, at the last report."""
         self.clocks_s: deque[float] = deque(maxlen=_CLOCKS)
         """How far its clock was ahead of this one's in the last reports, less the time that each was on its way."""
         self.disk: Space | None = None
@@ -260,7 +260,7 @@ class AgentConnections:
         return {node: connection.memory_kills for node, connection in self._nodes.items() if connection.memory_kills}
 
     def link_faults(self) -> dict[str, tuple[LinkFaults, ...]]:
-        """Returns the links that went down or had errors since the launch, for nodes with any."""
+        """Returns the links that went down since the launch, for nodes with any."""
         return {node: connection.links for node, connection in self._nodes.items() if connection.links}
 
     def clocks_s(self) -> dict[str, float]:

@@ -404,7 +404,7 @@ class RunSupervisor:
             append_event(self._folder, Event.MEMORY_KILLS, node=node, processes=processes)
         for node, links in self._agents.link_faults().items():
             for it in links:
-                append_event(self._folder, Event.LINK_FAULTS, node=node, link=it.name, downs=it.downs, errors=it.errors)
+                append_event(self._folder, Event.LINK_FAULTS, node=node, link=it.name, downs=it.downs)
         for node, seconds in self._agents.clocks_s().items():
             if abs(seconds) > _CLOCK_S:
                 append_event(self._folder, Event.CLOCK_DIFFERS, node=node, seconds=round(seconds, 1))

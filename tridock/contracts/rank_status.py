@@ -58,7 +58,7 @@ class AgentMessage:
     """Sent with the stacks: the lock of torch's extension builder that a rank waits for and no process holds."""
     stopped: Stopped | None = None
     removed: tuple[str, ...] = ()
-    """Sent with ``stopped``: files that the processes had left."""
+    """Sent with ``stopped`` or the ranks: files that killed processes had left, since the last message with these."""
     stop_asked: bool = False
     """Sent with the ranks: whether a user has stopped the run here since the agent began."""
     missed_launch: int = 0

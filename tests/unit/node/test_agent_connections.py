@@ -14,6 +14,7 @@ from tests.patience import STEP_S
 from tridock.contracts import heartbeat
 from tridock.contracts.codec import encode
 from tridock.contracts.lease import HeldLease
+from tridock.contracts.node_answers import Stopped
 from tridock.contracts.rank_status import AgentMessage, LinkFaults, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.launchers.slurm.launcher import Slurm
@@ -139,6 +140,23 @@ def test_a_rank_that_a_new_agent_does_not_know_has_ended_with_its_container(
     for _ in range(10):
         connections.poll(0.05)
     assert (first_death(connections.statuses()) is not None) is fails
+    connections.close()
+
+
+def test_what_agents_removed_is_known_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first look, and at a stop."""
+    said = AgentMessage(ranks=(), removed=("/a",)), AgentMessage(stopped=Stopped(1, 0), removed=("/b", "/c"))
+    agent = f"{'; '.join(f'echo {shlex.quote(encode(it))}' for it in said)}; cat"
+    monkeypatch.setattr(Reach, "command", lambda self, node, *arguments: ["bash", "-c", agent])
+    supervision = Supervision("n1", {"n1": (1,)}, (), 1, 30.0)
+    connections = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
+    found: list[str] = []
+    deadline = time.monotonic() + STEP_S
+    while len(found) < 3 and time.monotonic() < deadline:
+        connections.poll(0.1)
+        found += connections.take_removed().get("n1", [])
+    assert found == ["/a", "/b", "/c"]
+    assert connections.take_removed() == {}
     connections.close()
 
 

@@ -46,7 +46,7 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "checkpoint_saved", "iteration": 2, "folder": "iter_2", "seconds": 1.0, "pause_seconds": 0.2},
     {"event": "run_restarted", "attempt": 1, "iteration": 2, "reason": "a rank", "log_bytes": 5},
     {"event": "memory_kills", "node": "n2", "processes": 1},
-    {"event": "link_faults", "node": "n2", "link": "eth0", "downs": 1, "errors": 0},
+    {"event": "link_faults", "node": "n2", "link": "eth0", "downs": 1},
     {"event": "clock_differs", "node": "n2", "seconds": 7.5},
     {"event": "disk_nearly_full", "node": "n2", "free_bytes": 5, "total_bytes": 100},
     {"event": "run_moved", "lost": ["n3"], "nodes": ["n1"], "layout": "DP1", "world_size": 1, "reason": "x"},

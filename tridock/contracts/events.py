@@ -42,7 +42,7 @@ class Event(StrEnum):
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
     NODE_FAILED = "node_failed"  # node, cause, reason: its program, its setup, or the head's login
     MEMORY_KILLS = "memory_kills"  # node, processes: killed by the kernel for memory in an attempt that failed
-    LINK_FAULTS = "link_faults"  # node, link, downs, errors: of a network interface or port in such an attempt
+    LINK_FAULTS = "link_faults"  # node, link, downs: of a network interface or port in such an attempt
     CLOCK_DIFFERS = "clock_differs"  # node, seconds (ahead of the head's clock; negative: behind) at its end
     DISK_NEARLY_FULL = "disk_nearly_full"  # node, free_bytes, total_bytes
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)

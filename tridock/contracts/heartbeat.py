@@ -20,6 +20,8 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 FOLDER: Final = ".heartbeat"
+# At these named pipes torch's flight recorders are asked for a dump; torch appends the rank's number and ".pipe".
+FLIGHT_PIPES: Final = f"{FOLDER}/flight-"
 
 # The phases of a rank: before its first step, in its first step, training, evaluating, saving a checkpoint, finished,
 # failed by itself, or ending because it lost another rank or was asked to end.

@@ -39,11 +39,10 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class LinkFaults:
-    """How often a network interface or InfiniBand port (``DEVICE:PORT``) went down, and its errors."""
+    """How often a network interface or InfiniBand port (``DEVICE:PORT``) went down."""
 
     name: str
     downs: int
-    errors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class AgentMessage:
     """Sent with the stacks: the lock of torch's extension builder that a rank waits for and no process holds."""
     stopped: Stopped | None = None
     removed: tuple[str, ...] = ()
-    """Sent with ``stopped``: files that the processes had left."""
+    """Sent with ``stopped`` or the ranks: files that killed processes had left, since the last message with these."""
     stop_asked: bool = False
     """Sent with the ranks: whether a user has stopped the run here since the agent began."""
     missed_launch: int = 0
@@ -68,6 +67,6 @@ class AgentMessage:
     memory_kills: int = 0
     """Sent with the ranks: how many processes the kernel has killed for memory there since the attempt's start."""
     links: tuple[LinkFaults, ...] = ()
-    """Sent with the ranks: the node's links that went down or had errors since the attempt's start."""
+    """Sent with the ranks: the node's links that went down since the attempt's start."""
     clock_s: float = 0.0
     """Sent with the ranks: the node's clock, in seconds since the epoch."""

@@ -137,7 +137,7 @@ def _made(rule: Rule, facts: Facts, match: re.Match[str] | None, where: str) -> 
 
 
 def _beside(facts: Facts) -> list[str]:
-    """Returns notes of processes that the kernel killed in the same attempt, of links that failed, and of clocks."""
+    """Returns notes of processes that the kernel killed in the same attempt, of links that went down, and of clocks."""
     where = ", ".join(f"{count} on {printable(node)}" for node, count in facts.killed.items())
     killed = [f"the kernel killed processes for memory in this attempt: {where}"] if where else []
     return [*killed, *map(printable, facts.beside)]

@@ -83,20 +83,19 @@ def memory_kills(events: Mapping[str, str]) -> dict[str, int]:
 
 
 def evidence_beside(events: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the evidence beside the last attempt's failure: links that failed, clocks that differ."""
+    """Returns the evidence beside the last attempt's failure: links that went down, clocks that differ."""
     found = _last_attempt(events.values())
-    links = (_link(event) for event in found if event["event"] == Event.LINK_FAULTS)
+    downs = ((event, event.get("downs")) for event in found if event["event"] == Event.LINK_FAULTS)
+    links = (
+        f"{event.get('link')} of {event.get('node')} went down {count(number, 'time')}"
+        for event, number in downs
+        if isinstance(number, int) and number > 0
+    )
     clocks = (
         f"the clock of {node} is {abs(seconds):g} s {'ahead of' if seconds > 0 else 'behind'} the head's"
         for node, seconds in _clocks(found).items()
     )
-    return tuple(dict.fromkeys((*filter(None, links), *clocks)))
-
-
-def _link(event: Mapping[str, Any]) -> str:
-    counts = (("went down", "time", event.get("downs")), ("had", "error", event.get("errors")))
-    said = [f"{verb} {count(number, noun)}" for verb, noun, number in counts if isinstance(number, int) and number > 0]
-    return f"{event.get('link')} of {event.get('node')} {' and '.join(said)}" if said else ""
+    return tuple(dict.fromkeys((*links, *clocks)))
 
 
 def _clocks(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from tests.patience import STEP_S
 from tridock.contracts import heartbeat
 from tridock.contracts.codec import encode
 from tridock.contracts.lease import HeldLease
+from tridock.contracts.node_answers import Stopped
 from tridock.contracts.rank_status import AgentMessage, LinkFaults, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.launchers.slurm.launcher import Slurm
@@ -142,12 +143,29 @@ def test_a_rank_that_a_new_agent_does_not_know_has_ended_with_its_container(
     connections.close()
 
 
+def test_what_agents_removed_is_known_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first look, and at a stop."""
+    said = AgentMessage(ranks=(), removed=("/a",)), AgentMessage(stopped=Stopped(1, 0), removed=("/b", "/c"))
+    agent = f"{'; '.join(f'echo {shlex.quote(encode(it))}' for it in said)}; cat"
+    monkeypatch.setattr(Reach, "command", lambda self, node, *arguments: ["bash", "-c", agent])
+    supervision = Supervision("n1", {"n1": (1,)}, (), 1, 30.0)
+    connections = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
+    found: list[str] = []
+    deadline = time.monotonic() + STEP_S
+    while len(found) < 3 and time.monotonic() < deadline:
+        connections.poll(0.1)
+        found += connections.take_removed().get("n1", [])
+    assert found == ["/a", "/b", "/c"]
+    assert connections.take_removed() == {}
+    connections.close()
+
+
 def test_how_far_a_clock_is_ahead_by_the_report_that_came_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reports that were 3 s and 0.5 s on their way, from a clock that is 60 s ahead."""
     said = [encode(AgentMessage(ranks=(), clock_s=time.time() + 60 - late)) for late in (3.0, 0.5)]
-    links = encode(AgentMessage(ranks=(), links=(LinkFaults("eth0", 1, 0),)))
+    links = encode(AgentMessage(ranks=(), links=(LinkFaults("eth0", 1),)))
     agent = "; ".join([*(f"echo {shlex.quote(line)}" for line in (*said, links)), "cat"])
     monkeypatch.setattr(Reach, "command", lambda self, node, *arguments: ["bash", "-c", agent])
     supervision = Supervision("n1", {"n1": (1,)}, (), 1, 30.0)
@@ -156,7 +174,7 @@ def test_how_far_a_clock_is_ahead_by_the_report_that_came_fastest(
     deadline = time.monotonic() + STEP_S
     while not connections.link_faults() and time.monotonic() < deadline:
         connections.poll(0.1)
-    assert connections.link_faults() == {"n1": (LinkFaults("eth0", 1, 0),)}
+    assert connections.link_faults() == {"n1": (LinkFaults("eth0", 1),)}
     assert 0 < 60 - 0.5 - connections.clocks_s()["n1"] < STEP_S
     connections.launched()
     assert connections.link_faults() == {}

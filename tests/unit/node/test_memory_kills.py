@@ -68,7 +68,7 @@ class Agents:
         return {"b": 1}
 
     def link_faults(self) -> dict[str, tuple[LinkFaults, ...]]:
-        return {"b": (LinkFaults("eth0", 2, 0),)}
+        return {"b": (LinkFaults("eth0", 2),)}
 
     def clocks_s(self) -> dict[str, float]:
         return {"a": 0.0, "b": -7.25}

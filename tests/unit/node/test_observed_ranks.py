@@ -198,3 +198,33 @@ def test_stacks_that_py_spy_may_not_or_cannot_take(
     assert re.search(r"none: py-spy has not read process \d+ within 4 s\n", log)
     assert re.search(r"none: py-spy cannot read process \d+: Permission Denied\n", log)
     assert "none: py-spy is not in the image; install it there (pip install py-spy)\n" in log
+
+
+@pytest.mark.parametrize(
+    ("printed", "got"),
+    [
+        ("", "nothing"),
+        ("py-spy 9: no such option", "'py-spy 9: no such option'"),
+        ("{}", "'{}'"),
+        ("null", "'null'"),
+        ("[]", "'[]'"),
+        ("[1]", "'[1]'"),
+        ('[{"pid": 1, "thread_name": null}]', """'[{"pid": 1, "thread_name": null}]'"""),
+        ('[{"pid": 1, "os_thread_id": 1, "thread_name": "a", "frames": [7]}]', "'[{"),
+        ("[" * 9999, f"'{'[' * 200}'\n"),
+    ],
+)
+def test_stacks_that_py_spy_prints_in_another_form(
+    tmp_path: Path, run_id: str, start: Start, monkeypatch: pytest.MonkeyPatch, printed: str, got: str
+) -> None:
+    folder = tmp_path / run_id
+    (folder / "logs").mkdir(parents=True)
+    start("exec sleep 9999", RANK="0")
+    until(lambda: 0 in find_ranks(run_id))
+    (tmp_path / "printed").write_text(printed)
+    (tmp_path / "py-spy").write_text(f"#!/bin/sh\nexec cat {tmp_path}/printed\n")
+    (tmp_path / "py-spy").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert RankMonitor(folder, (0,), observed=True).stacks([0]) == {}
+    reason = r"none: py-spy has not printed the threads of process \d+ in the JSON of py-spy 0\.4; got "
+    assert re.search(rf"its threads:\n{reason}{re.escape(got)}", log_of(folder, 0))

@@ -140,6 +140,18 @@ def test_an_archive_that_leads_away_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_pipes_of_flight_recorders_are_not_fetched(
+    lab: Lab, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor named: a rank that was killed on its own leaves one."""
+    run = workspace / "runs" / RUN
+    (run / ".heartbeat").mkdir(parents=True)
+    os.mkfifo(run / ".heartbeat" / "flight-0.pipe")
+    fetch(lab.client, Run(RUN, "node-1"), Path("runs"))
+    assert "not fetched" not in capsys.readouterr().err
+    assert list((lab.project / "runs" / RUN / ".heartbeat").iterdir()) == []
+
+
 def test_links_of_earlier_fetches_are_not_followed(
     lab: Lab, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

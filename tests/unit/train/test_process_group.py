@@ -124,21 +124,42 @@ def test_agree_on_errors_lets_everything_else_pass(alone: Ranks) -> None:
 @pytest.mark.parametrize(
     ("version", "gpus", "names"),
     [
-        ("2.10.0a0+nv25.12", True, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"]),
+        ("2.13.0", True, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"]),
+        # Its pipe exists only with the old name of the size.
+        (
+            "2.10.0a0+nv25.12",
+            True,
+            ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"],
+        ),
         ("2.6.0", True, ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"]),
         ("2.13.0+cpu", False, []),
     ],
 )
 def test_flights_are_recorded_on_gpus_by_the_names_of_the_time(
-    version: str, gpus: bool, names: list[str], monkeypatch: pytest.MonkeyPatch
+    version: str, gpus: bool, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment: dict[str, str] = {}
+    environment = {"RANK": "3"}
     monkeypatch.setattr(process_group.os, "environ", environment)
     monkeypatch.setattr(process_group.torch, "__version__", version)
     monkeypatch.setattr(process_group.torch.cuda, "is_available", lambda: gpus)
-    process_group.enable_flight_recorder(Path("/r/logs/flight-rank-"))
-    assert sorted(set(environment) - {"TORCH_NCCL_DUMP_ON_TIMEOUT"}) == names
-    assert "/r/logs/flight-rank-" in environment.values() or not gpus
+    for rank in (3, 33):
+        (tmp_path / f"flight-rank-{rank}").touch()
+    process_group.enable_flight_recorder(tmp_path / "flight-rank-", tmp_path / "flight-")
+    always = {"RANK", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
+    assert sorted(set(environment) - always) == names
+    assert {str(tmp_path / "flight-rank-"), str(tmp_path / "flight-")} <= set(environment.values()) or not gpus
+    left = {"flight-rank-33"} if gpus else {"flight-rank-3", "flight-rank-33"}
+    assert {path.name for path in tmp_path.iterdir()} == left  # torch makes the pipe
+
+
+def test_no_pipe_is_asked_of_torch_where_none_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the process."""
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(process_group.os, "environ", environment)
+    monkeypatch.setattr(process_group.torch.cuda, "is_available", lambda: True)
+    process_group.enable_flight_recorder(Path("/r/logs/flight-rank-"), tmp_path / "missing" / "flight-")
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" in environment
+    assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in environment
 
 
 def test_a_flag_is_read_one_call_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,18 +102,19 @@ def last_collectives(folder: Path) -> dict[int, int]:
     found: dict[int, int] = {}
     for path in prefix.parent.glob(f"{prefix.name}*"):
         number = path.name.removeprefix(prefix.name)
-        if number.isdecimal() and (last := _last(path)) is not None:
+        if number.isdecimal() and (last := last_collective(path)) is not None:
             found[int(number)] = last
     return found
 
 
-def _last(path: Path) -> int | None:
+def last_collective(path: Path) -> int | None:
+    """The number of the last collective of all ranks in a rank's dump; None if it has none or is not whole."""
     try:
         dump = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         entries = [entry for entry in dump["entries"] if str(entry["process_group"][0]) == _WORLD]
         return max(int(entry["collective_seq_id"]) for entry in entries)
     except Exception:
-        return None  # truncated when its process was killed, or written by an unknown version of torch
+        return None  # missing, truncated when its process was killed, or written by an unknown version of torch
 
 
 class _PlainUnpickler(pickle.Unpickler):

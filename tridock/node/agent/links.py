@@ -1,4 +1,7 @@
-"""How often this node's network links went down, and what they have received with errors, by the kernel's counters."""
+"""How often this node's network links went down, by the kernel's counters.
+
+Not their errors: a noisy link that works has some, too.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,12 +24,10 @@ def _counters(system: Path) -> Iterator[LinkFaults]:
     own = [path for path in interfaces if (path / "device").exists()] or interfaces
     for path in own:
         with suppress(OSError, ValueError):  # it is gone
-            errors = _count(path / "statistics/rx_errors") + _count(path / "statistics/tx_errors")
-            yield LinkFaults(path.name, _count(path / "carrier_down_count"), errors)
+            yield LinkFaults(path.name, _count(path / "carrier_down_count"))
     for path in (system / "infiniband").glob("*/ports/*/counters"):
         with suppress(OSError, ValueError):
-            name = f"{path.parts[-4]}:{path.parts[-2]}"
-            yield LinkFaults(name, _count(path / "link_downed"), _count(path / "port_rcv_errors"))
+            yield LinkFaults(f"{path.parts[-4]}:{path.parts[-2]}", _count(path / "link_downed"))
 
 
 def _count(path: Path) -> int:
@@ -34,10 +35,6 @@ def _count(path: Path) -> int:
 
 
 def link_faults(before: Mapping[str, LinkFaults], now: Mapping[str, LinkFaults]) -> tuple[LinkFaults, ...]:
-    """Returns the links that went down or had errors in between; a counter that began again is not judged."""
-    rises = (
-        LinkFaults(name, max(0, link.downs - before[name].downs), max(0, link.errors - before[name].errors))
-        for name, link in now.items()
-        if name in before
-    )
-    return tuple(rise for rise in rises if rise.downs or rise.errors)
+    """Returns the links that went down in between; a counter that began again is not judged."""
+    rises = (LinkFaults(name, link.downs - before[name].downs) for name, link in now.items() if name in before)
+    return tuple(rise for rise in rises if rise.downs > 0)

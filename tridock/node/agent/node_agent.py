@@ -94,6 +94,7 @@ class NodeAgent:
         self._folder, self._node, self._on_head = folder, node, node == supervision.head
         self._monitor = RankMonitor(folder, supervision.ranks[node], observed=supervision.observed, node=node)
         self._leftovers, self._at_leftovers = Leftovers(folder.name), threading.Lock()
+        self._removed: list[str] = []
         self._partial_line = b""
         self._connected = True
         self._released = False
@@ -149,7 +150,7 @@ class NodeAgent:
                 stopped, ranks = self._is_stopped(), tuple(statuses)
                 kills, links, missed = self._monitor.memory_kills, self._monitor.link_faults, self._missed_launch
                 about = AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=missed, memory_kills=kills)
-                self._print(replace(about, links=links, clock_s=time.time()))
+                self._print(replace(about, links=links, clock_s=time.time(), removed=self._take_removed()))
                 self._reported, dead = now, gone
 
     def _say_alive(self) -> None:
@@ -175,21 +176,23 @@ class NodeAgent:
         with self._at_leftovers, suppress(OSError):
             self._leftovers.note()
 
-    def _stop(self, grace_s: float) -> tuple[Stopped, tuple[str, ...]]:
-        """Ends the run's processes here and removes what they leave; returns the numbers and the removed paths."""
+    def _stop(self, grace_s: float) -> Stopped:
+        """Ends the run's processes here and removes what they leave; returns the numbers."""
         _within(_NOTE_PATIENCE_S, self._note)
         stopped = stop_processes(self._folder.name, grace_s)
-        return stopped, self._clear()
+        self._clear()
+        return stopped
 
-    def _clear(self) -> tuple[str, ...]:
-        removed: list[str] = []
-
+    def _clear(self) -> None:
         def clear() -> None:
             with self._at_leftovers:
-                removed.extend(self._leftovers.clear())
+                self._removed.extend(self._leftovers.clear())
 
         _within(_CLEAR_PATIENCE_S, clear)
-        return tuple(removed)
+
+    def _take_removed(self) -> tuple[str, ...]:
+        """Returns what was removed and is not said yet; a thread that a disk keeps waiting may add to it meanwhile."""
+        return tuple(self._removed.pop(0) for _ in range(len(self._removed)))
 
     def _is_stopped(self) -> bool:
         """Whether a user has stopped the run here since: its head may not be in the hostfile."""
@@ -223,9 +226,9 @@ class NodeAgent:
         elif verb == "signal":
             self._monitor.send_signal(signal.Signals[arguments[0]])
         elif verb == "stop":
-            stopped, removed = self._stop(float(arguments[0]))
+            stopped = self._stop(float(arguments[0]))
             self._monitor.reset()
-            self._print(AgentMessage(stopped=stopped, removed=removed))
+            self._print(AgentMessage(stopped=stopped, removed=self._take_removed()))
 
     def _print(self, message: AgentMessage) -> None:
         with suppress(OSError), self._printing:  # the supervisor has disconnected: the next read of orders notices

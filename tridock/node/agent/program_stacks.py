@@ -18,6 +18,7 @@ PY_SPY_S: Final = 4.0
 """Seconds for the stacks of all ranks of a node."""
 _AT_ONCE: Final = 8
 _MAIN: Final = "MainThread"
+_SHOWN: Final = 200
 
 
 def program_stacks(pids: Mapping[int, int], processes: Sequence[Process]) -> dict[int, str]:
@@ -58,7 +59,18 @@ def _stacks(program: str, deadline: float, pid: int) -> str:
         why = (done.stderr.strip().splitlines() or ["it says nothing"])[0].removeprefix("Error: ")
         why = why.partition(": Try running again")[0]  # with sudo, which a node has not
         return f"none: py-spy cannot read process {pid}: {why}\n"
-    return "".join(map(_text, sorted(json.loads(done.stdout), key=_is_main)))
+    try:
+        if text := _all_threads(json.loads(done.stdout)):
+            return text
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass  # another program of that name, or another version
+    got = ascii(done.stdout[:_SHOWN]) if done.stdout.strip() else "nothing"
+    return f"none: py-spy has not printed the threads of process {pid} in the JSON of py-spy 0.4; got {got}\n"
+
+
+def _all_threads(threads: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the stacks of a process's threads, that of its main thread last."""
+    return "".join(map(_text, sorted(threads, key=_is_main)))
 
 
 def _is_main(thread: Mapping[str, Any]) -> bool:

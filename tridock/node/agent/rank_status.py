@@ -15,6 +15,7 @@ from tridock.contracts.hang_limits import LIMITS, PROGRESS_BYTES
 from tridock.contracts.heartbeat import Heartbeat
 from tridock.contracts.process_records import ProcessRecord
 from tridock.contracts.rank_status import LinkFaults, RankStatus
+from tridock.node.agent.flight_records import DUMPS_S, ask_for_dumps, wait_for_dumps
 from tridock.node.agent.links import link_counters, link_faults
 from tridock.node.agent.memory_kills import memory_kills
 from tridock.node.agent.observed_ranks import ObservedRanks
@@ -54,6 +55,7 @@ class RankMonitor:
         """Removes the heartbeats and forgets everything, for ranks that will be started again."""
         for rank in self.ranks:
             heartbeat.path_of(self.folder, rank).unlink(missing_ok=True)
+            Path(f"{self.folder / heartbeat.FLIGHT_PIPES}{rank}.pipe").unlink(missing_ok=True)
         if self._observed is not None:
             self._observed.reset()
             process_records.remove(self.folder, self._node)
@@ -98,7 +100,7 @@ class RankMonitor:
 
     @property
     def link_faults(self) -> tuple[LinkFaults, ...]:
-        """The network links here that went down or had errors since the attempt's start."""
+        """The network links here that went down since the attempt's start."""
         return link_faults(self._links_before, link_counters())
 
     @property
@@ -193,8 +195,9 @@ class RankMonitor:
         """Returns the frames of each rank's main thread, the innermost first.
 
         The stacks of all threads go to the rank's log. A rank writes them if it can; py-spy reads those of others. A
-        stopped rank has none.
+        stopped rank has none. On GPUs its flight recorder writes what it has recorded, too.
         """
+        began = time.monotonic()
         asked: dict[int, tuple[Path, int]] = {}
         others: dict[int, int] = {}
         observed = self._observed.read() if self._observed is not None else {}
@@ -207,6 +210,7 @@ class RankMonitor:
                 os.kill(beat.pid, heartbeat.STACKS_SIGNAL)
             else:
                 others[rank] = process.pid
+        dumps = ask_for_dumps(self.folder, [*asked, *others])
         texts = program_stacks(others, find_processes(self.folder.name)) if others else {}
         if asked:
             time.sleep(_STACKS_S)
@@ -214,6 +218,7 @@ class RankMonitor:
         for rank, text in texts.items():
             with (self.folder / run_folder.rank_log(rank)).open("a") as log:
                 log.write(f"tridock: rank {rank} makes no progress; its threads:\n{text}")
+        wait_for_dumps(dumps, began + DUMPS_S)
         return {rank: frames for rank, text in texts.items() if (frames := main_thread(text))}
 
 

@@ -53,11 +53,13 @@ class _Connection:
         self.memory_kills = 0
         """Processes that the kernel has killed for memory there since the launch."""
         self.links: tuple[LinkFaults, ...] = ()
-        """The node's links that went down or had errors since the launch, at the last report."""
+        """The node's links that went down since the launch, at the last report."""
         self.clocks_s: deque[float] = deque(maxlen=_CLOCKS)
         """How far its clock was ahead of this one's in the last reports, less the time that each was on its way."""
         self.disk: Space | None = None
         self.stop_asked = False
+        self.removed: list[str] = []
+        """Files that killed processes had left there, and that nobody has asked for yet."""
         self.answers: list[AgentMessage] = []
         self.launch = 0
         self.statuses: tuple[RankStatus, ...] = ()
@@ -116,6 +118,7 @@ class _Connection:
         for line in lines:
             with suppress(ValueError):  # a login banner
                 message = decode(AgentMessage, line)
+                self.removed += message.removed
                 if message.ranks is not None:
                     self.statuses, self.disk = (*message.ranks, *self._lost(message)), message.disk
                     self.stop_asked = self.stop_asked or message.stop_asked
@@ -198,8 +201,6 @@ class AgentConnections:
             self._nodes[node] = _Connection(node, ranks, command, patience_s)
         self.build_locks: dict[int, str] = {}
         """By rank, the lock of torch's extension builder that it waited for at the last request of stacks."""
-        self.removed: dict[str, list[str]] = {}
-        """By node, the files that the last stop removed because the run's processes had left them."""
         self._selector = selectors.DefaultSelector()
         self._polled = time.monotonic()
         self._launch = (0, self._polled)
@@ -260,7 +261,7 @@ class AgentConnections:
         return {node: connection.memory_kills for node, connection in self._nodes.items() if connection.memory_kills}
 
     def link_faults(self) -> dict[str, tuple[LinkFaults, ...]]:
-        """Returns the links that went down or had errors since the launch, for nodes with any."""
+        """Returns the links that went down since the launch, for nodes with any."""
         return {node: connection.links for node, connection in self._nodes.items() if connection.links}
 
     def clocks_s(self) -> dict[str, float]:
@@ -295,12 +296,18 @@ class AgentConnections:
     def stop(self, grace_s: float, patience_s: float) -> dict[str, int]:
         """Ends the run's processes on every node; returns how many remain on each node that answers in time."""
         answers = self._ask(f"stop {grace_s}", lambda message: message.stopped, patience_s)
-        self.removed = {}
-        for node, connection in self._nodes.items():
+        for connection in self._nodes.values():
             connection.statuses = ()
-            if paths := [path for answer in connection.answers for path in answer.removed]:
-                self.removed[node] = paths
         return {node: stopped.remaining for node, stopped in answers.items()}
+
+    def take_removed(self) -> dict[str, list[str]]:
+        """Returns, for nodes with any, the files that killed processes had left and that were removed since the last
+        call.
+        """
+        found = {node: connection.removed for node, connection in self._nodes.items() if connection.removed}
+        for node in found:
+            self._nodes[node].removed = []
+        return found
 
     def launched(self) -> None:
         """Notes that the launcher has just begun, and forgets the ranks of the launch before."""

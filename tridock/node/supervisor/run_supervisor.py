@@ -200,6 +200,7 @@ class RunSupervisor:
         """Waits until the launcher has ended, the run is to be stopped, or something is wrong."""
         while self._started.exit_code is None:
             self._agents.poll(_TICK_S)
+            self._say_removed()
             if self._is_stopped():
                 self._wait_for_launcher(_STOPPED_PATIENCE_S)
                 return None
@@ -332,10 +333,13 @@ class RunSupervisor:
     def _stop(self) -> dict[str, int]:
         """Ends the run's processes on all nodes; returns how many remain on each, and says what they had left."""
         remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
-        for node, paths in self._agents.removed.items():
+        self._say_removed()
+        return remaining
+
+    def _say_removed(self) -> None:
+        for node, paths in self._agents.take_removed().items():
             more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
             self._print(f"removed what killed processes had left on {node}: {', '.join(paths[:_SHOWN])}{more}")
-        return remaining
 
     def _wait_for_launcher(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -404,7 +408,7 @@ class RunSupervisor:
             append_event(self._folder, Event.MEMORY_KILLS, node=node, processes=processes)
         for node, links in self._agents.link_faults().items():
             for it in links:
-                append_event(self._folder, Event.LINK_FAULTS, node=node, link=it.name, downs=it.downs, errors=it.errors)
+                append_event(self._folder, Event.LINK_FAULTS, node=node, link=it.name, downs=it.downs)
         for node, seconds in self._agents.clocks_s().items():
             if abs(seconds) > _CLOCK_S:
                 append_event(self._folder, Event.CLOCK_DIFFERS, node=node, seconds=round(seconds, 1))

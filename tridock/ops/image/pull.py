@@ -28,6 +28,8 @@ from tridock.remote.host import remedy_of
 
 KNOWN: Final = "layers.json"
 """What :class:`Export` keeps in the cache."""
+_PUSHED_AS: Final = "pushed-as"
+"""In the cache as long as the engine has a name to push the image by: that name. The command holds the cache's lock."""
 _CHUNK: Final = 1 << 20
 _ASK_S: Final = 60.0
 # Without --quiet it prints all the time, and so ends soon after this side is gone.
@@ -84,6 +86,11 @@ class Export:
     def pushed(self) -> Iterator[str]:
         """Pushes what the block's hosts ask for. Yields why the engine cannot push to the registry, else nothing."""
         name = self._name = f"{self.registry.repository}:push"
+        noted = self.registry.folder / _PUSHED_AS
+        if noted.exists():  # that command was killed
+            self._local.run(Command.of("docker", "image", "rm", noted.read_text()), timeout=_ASK_S)
+        with suppress(OSError):  # a full disk has its own message
+            write_atomic(noted, name.encode())
         self._local.run(Command.of("docker", "tag", self._image, name), timeout=_ASK_S).checked("docker")
         try:
             reason = self._push()
@@ -91,7 +98,8 @@ class Export:
             yield reason
         finally:
             self._local.close()
-            self._local.run(Command.of("docker", "image", "rm", name), timeout=_ASK_S)
+            if not self._local.run(Command.of("docker", "image", "rm", name), timeout=_ASK_S).exit_code:
+                noted.unlink(missing_ok=True)
             known = {"sizes": dict(self.registry.sizes), "elsewhere": self._elsewhere}
             with suppress(OSError):  # a full disk has its own message
                 write_atomic(self._file, json.dumps(known).encode())

@@ -15,7 +15,8 @@ from tridock.remote import LocalHost
 BASE: Final = "tridock.base"
 CODE: Final = "tridock.code"
 TITLE: Final = "org.opencontainers.image.title"
-_PARTS: Final = ("Dockerfile.wrap", "entrypoint", "tridock", "tools")
+_PARTS: Final = ("Dockerfile.wrap", "entrypoint", "locks/train-cpu.txt", "tridock", "tools")
+"""What ``Dockerfile.wrap`` reads."""
 
 
 def wrap(image: str, name: str, ca: str = "") -> int:
@@ -69,7 +70,9 @@ def _code_digest() -> str:
     digest = hashlib.sha256()
     recipe = recipe_files()
     for part in _PARTS:
-        for path in sorted((recipe[part], *recipe[part].rglob("*"))) if part in recipe else ():
+        name, _, inside = part.partition("/")
+        root = recipe[name] / inside if name in recipe else None
+        for path in sorted((root, *root.rglob("*"))) if root else ():
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(f"{part} {path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]

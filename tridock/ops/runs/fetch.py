@@ -15,7 +15,7 @@ from typing import IO, Final
 
 from tridock import interrupts
 from tridock.command import Command
-from tridock.contracts import run_folder
+from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.checkpoint_files import Entry, Manifest, damage, read_manifest
 from tridock.contracts.checkpoints import MANIFEST, saved_in
 from tridock.contracts.files_below import entries, folder_below, open_below, write_below
@@ -119,7 +119,8 @@ def fetch(
 def _download_run(client: NodeClient, run: Run, folder: Path, checkpoints: bool) -> dict[str, Path]:
     """Downloads an archive of every node's part of the run's folder into ``folder``; empty ones from the others."""
     runs = f"{run_folder.WORKSPACE}/runs"
-    exclude = () if checkpoints else (f"--exclude={run.run_id}/{run_folder.CHECKPOINTS}",)
+    exclude = [f"--exclude={run.run_id}/{heartbeat.FLIGHT_PIPES}*.pipe"]
+    exclude += [] if checkpoints else [f"--exclude={run.run_id}/{run_folder.CHECKPOINTS}"]
     argv = ("sh", "-c", _PACK, "sh", f"{runs}/{run.run_id}", "-C", runs, *exclude, "-cz", run.run_id)
     # The total size is unknown: the nodes pack while they send.
     commands = {node: client.inside(node, *argv) for node in client.running()}

@@ -25,6 +25,7 @@ _DEFAULT_TIMEOUT_MINUTES: Final = 30
 _RECORDER_VARIABLES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 _OLD_RECORDER_VARIABLES: Final = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _RECORDER_VARIABLES_SINCE: Final = (2, 9)
+_PIPES_READ_THEM_SINCE: Final = (2, 11)
 _RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=5)
 
 
@@ -97,18 +98,38 @@ def collective_timeout() -> timedelta:
     return timedelta(minutes=float(os.environ.get(environment.COLLECTIVE_TIMEOUT) or _DEFAULT_TIMEOUT_MINUTES))
 
 
-def enable_flight_recorder(prefix: Path) -> None:
-    """Enables torch's flight recorder: on a timeout NCCL writes each rank's last collectives to ``<prefix><rank>``.
+def enable_flight_recorder(prefix: Path, pipes: Path) -> None:
+    """Enables torch's flight recorder: it writes the rank's last collectives to ``<prefix><rank>`` on NCCL's timeout,
+    and when something is written to the named pipe ``<pipes><rank>.pipe``.
 
-    Call it before process groups exist. Does nothing without GPUs; keeps variables that are already set.
+    Call it before process groups exist. Removes what the rank wrote in an attempt before. Does nothing without GPUs;
+    keeps variables that are already set.
     """
     if not torch.cuda.is_available():
         return
+    rank = os.environ.get("RANK", "0")
+    Path(f"{prefix}{rank}").unlink(missing_ok=True)
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     # Torch warns of the old names if it knows the new ones.
-    old = tuple(int(number) for number in torch.__version__.split(".")[:2]) < _RECORDER_VARIABLES_SINCE
-    size, file = _OLD_RECORDER_VARIABLES if old else _RECORDER_VARIABLES
-    for name, value in {size: "2000", file: str(prefix), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}.items():
+    size, file = _OLD_RECORDER_VARIABLES if version < _RECORDER_VARIABLES_SINCE else _RECORDER_VARIABLES
+    values = {size: "2000", file: str(prefix), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if _can_make_pipe(Path(f"{pipes}{rank}.pipe")):
+        values["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(pipes)
+        if version < _PIPES_READ_THEM_SINCE:  # without the old name of the size there is no pipe: worth a warning
+            values[_OLD_RECORDER_VARIABLES[0]] = values[size]
+    for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+def _can_make_pipe(path: Path) -> bool:
+    """Whether the file system has named pipes: torch ends the process where it cannot make its own."""
+    try:
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        path.unlink()
+    except OSError:
+        return False
+    return True
 
 
 def check_world(ranks: Ranks) -> None:

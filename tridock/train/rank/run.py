@@ -61,13 +61,15 @@ def _heartbeat(run_folder: Path, rank: int) -> Iterator[None]:
         heartbeat.start(run_folder, rank)
         yield
         signal.signal(heartbeat.STACKS_SIGNAL, signal.SIG_IGN)  # a late signal must not end the process
+        with contextlib.suppress(OSError):  # torch makes it on GPUs, and leaves it
+            Path(f"{run_folder / heartbeat.FLIGHT_PIPES}{rank}.pipe").unlink()
 
 
 def form_world(run_folder: Path) -> Ranks:
     """Joins the process group; rank 0 records ``run_started`` and ``world_formed``."""
     from tridock.train.rank import process_group
 
-    process_group.enable_flight_recorder(run_folder / FLIGHT)
+    process_group.enable_flight_recorder(run_folder / FLIGHT, run_folder / heartbeat.FLIGHT_PIPES)
     signals.listen(run_folder)
     first = os.environ.get("RANK", "0") == "0"
     if first:

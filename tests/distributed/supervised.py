@@ -49,8 +49,8 @@ class Run:
         (folder / run_folder.SUPERVISION).write_text(supervision.to_json())
         return cls(folder)
 
-    def start(self) -> None:
-        arguments = [sys.executable, "-m", "tridock.node", "start", str(self.folder)]
+    def start(self, *program: str) -> None:
+        arguments = [sys.executable, "-m", *(program or ["tridock.node"]), "start", str(self.folder)]
         subprocess.run(arguments, env=rank_environment(), cwd=ROOT, check=True, timeout=STEP_S)
 
     def beat(self, rank: int) -> heartbeat.Heartbeat | None:

@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 
 from tests.cases import thinned
-from tests.distributed.ranks import losses, metrics, read_lines
-from tests.distributed.test_ill_health import IDLE, OTHER_RATE, RUINOUS, SAVES, illness
+from tests.distributed.ill_health import (
+    IDLE,
+    OTHER_RATE,
+    RUINOUS,
+    SAVES,
+    check_idle,
+    check_idle_for_long,
+    illness,
+    lost_at,
+    passed_over,
+)
+from tests.distributed.ranks import losses, metrics
 from tests.distributed.test_megatron_v115 import LAYOUTS, PP, WARMUP, ZERO, train
 from tests.distributed.test_megatron_v115 import workspace as workspace
 from tridock.contracts.checkpoint_files import Illness, Quantity
 from tridock.contracts.checkpoints import saved_in
-from tridock.contracts.node_answers import Evidence
-from tridock.triage import diagnose
-from tridock.triage.facts import facts_of
 
 pytestmark = pytest.mark.distributed
 
@@ -37,19 +44,12 @@ def test_a_checkpoint_of_a_lost_training_replaces_none(workspace: Path, source: 
     _, good = train(workspace, source, f"good-{layout}", 2, **fields, **{"train.train_iters": 2})
     assert good.codes == [0, 0], good.out[0][-5000:]
     ruinous, lost = train(workspace, source, f"lost-{layout}", 2, **(fields | RUINOUS | {"train.train_iters": 9}))
-    assert lost.codes == [4, 4], lost.out[0][-5000:]
-    assert "iteration 9: the loss is not finite" in lost.out[0] + lost.err[0]
     kept = saved_in(workspace / place)
-    ill = {iteration: illness(folder) for iteration, folder in kept.items()}
-    first = next(it.iteration for it in ill.values() if it is not None)
-    assert ill == {first - 2: None, **dict.fromkeys(range(7, 9), Illness(Quantity.LOSS, first))}
-    condemned = [it for it in read_lines(ruinous / "events.jsonl") if it["event"] == "checkpoint_condemned"]
-    assert [it["iteration"] for it in condemned] == [first - 1]
+    first = lost_at(lost, ruinous, kept)
 
     again = OTHER_RATE | {"train.train_iters": 9, "train.log_interval": 1}
     folder, resumed = train(workspace, source, f"resumed-{layout}", 2, **(fields | again))
-    assert resumed.codes == [0, 0], resumed.out[0][-5000:]
-    assert f"warning: {kept[8]} is passed over:\n{kept[8]}: was saved in ill health; got the loss of" in resumed.out[0]
+    assert passed_over(resumed, kept[8])
     assert min(losses(folder))[0] == first - 1
     assert all(it["lr"] <= 2e-3 for (_, split), it in metrics(folder).items() if split == "train")
 
@@ -61,17 +61,7 @@ SKIPPED: dict[str, dict[str, Any]] = {"zero1": {ZERO: 1}, "zero3": {ZERO: 3}, "p
 @pytest.mark.parametrize("layout", thinned(SKIPPED, ["zero1"]))
 def test_a_run_whose_steps_are_all_skipped_fails(workspace: Path, source: Path, layout: str) -> None:
     folder, done = train(workspace, source, f"idle-{layout}", 2, **(SKIPPED[layout] | IDLE | FEW))
-    assert done.codes == [4, 4], done.out[0][-5000:]
-    (failed,) = [it for it in read_lines(folder / "events.jsonl") if it["event"] == "run_failed"]
-    assert failed["cause"] == "nothing_trained"
-    assert failed["reason"] == (
-        "iteration 8: no parameter was updated: every one of its 8 steps was skipped, because the gradient overflowed "
-        "in fp16; got a loss scale of 1e+12; lower fp16.loss_scale, set it to 0 for a dynamic one, or use fp32"
-    )
-    answer = Evidence(events=(folder / "events.jsonl").read_text())
-    assert diagnose(facts_of({"a": answer}, "a", 4)).rule == "nothing-trained"
-    skipped = {place[0]: record["skipped_steps"] for place, record in metrics(folder).items()}
-    assert skipped == {1: 1, 3: 2, 6: 3, 8: 2}
+    check_idle(done, folder, "fp32")
     (saved,) = (folder / "checkpoints").glob("*/layout.json")
     assert json.loads(saved.read_text())["updates"] == 0
     assert illness(saved.parent) is None
@@ -81,8 +71,7 @@ def test_a_run_whose_steps_are_all_skipped_fails(workspace: Path, source: Path, 
 def test_a_long_run_whose_steps_are_all_skipped_ends_early(workspace: Path, source: Path) -> None:
     more = FEW | {"train.train_iters": 1000, "train.log_interval": 20, "train.save": False}
     _, done = train(workspace, source, "long", 2, **(IDLE | {ZERO: 1} | more))
-    assert done.codes == [4, 4], done.out[0][-5000:]
-    assert "iteration 60: no parameter was updated: the last 60 steps were all skipped" in done.out[0] + done.err[0]
+    check_idle_for_long(done)
 
 
 def test_a_gradient_that_is_applied_although_it_overflowed_is_recorded(workspace: Path, source: Path) -> None:

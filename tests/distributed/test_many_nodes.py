@@ -24,17 +24,6 @@ exec "$@"
 """
 
 
-LATE_S = 14
-"""How late a node answers: for longer than the supervisor waits twice, but not as long as a node that is lost."""
-LATE = f"""
-shift
-"$@" | while IFS= read -r line; do
-    case $line in *'"stopped": {{"'*) [ -e "$0.late" ] || {{ touch "$0.late"; sleep {LATE_S}; }} ;; esac
-    printf '%s\\n' "$line"
-done
-"""
-
-
 @pytest.fixture
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     nodes = request.param
@@ -74,15 +63,17 @@ def test_one_of_many_nodes_is_lost_and_comes_back(run: Run, tmp_path: Path) -> N
 
 
 def test_a_node_that_answers_late_is_not_lost(tmp_path: Path) -> None:
-    reach = Reach(("bash", "-c", LATE, str(tmp_path / "ssh"), "-"), python=sys.executable)
+    """It answers once it has been found late, after ``restart.node_timeout``, and the run goes on with it."""
+    mark = tmp_path / "is-late"
+    reach = Reach((sys.executable, "-m", "tests.distributed.late", str(mark)), python=sys.executable)
     fields = {"places": {"here": (0,), "n1": (1,)}, "remote": ("n1",), "reach": reach, "max_restarts": 1}
-    run = Run.make(tmp_path, ranks=2, **fields, node_timeout_s=1.0)
+    run = Run.make(tmp_path, ranks=2, **fields, node_timeout_s=0.0)
     try:
-        run.start()
+        run.start("tests.distributed.late", "tridock.node")
         run.until(lambda: all((beat := run.beat(rank)) and beat.iteration > 12 for rank in (0, 1)), WORK_S)
         run.signal(0, signal.SIGKILL)
         run.until(lambda: run.events("run_restarted", "not_restarted", "run_moved"), WORK_S)
-        assert (tmp_path / "ssh.late").exists()
+        assert mark.exists()
         assert run.events("not_restarted", "run_moved") == []
         run.stop()
         assert run.end(WORK_S) == 143

@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from itertools import takewhile
 
 import pytest
 
@@ -138,22 +139,22 @@ COPIED = {"parallel": "{strategy: fsdp}", "train__checkpoint_copies": 2}
 
 def lose_host_b(
     rack: Rack, cluster: str, name: str, fields: Mapping[str, object], after: str = "checkpoint_copied"
-) -> Callable[[str], list[dict[str, object]]]:
-    """Launches a run, kills host-b's node after this event, and returns the run's events after its end."""
+) -> Callable[..., list[dict[str, object]]]:
+    """Launches a run, and kills host-b's node after this event; after its end, returns the run's events by names."""
     hosts = f"hostfiles/{cluster}"
     done = rack.fab("launch", *tiny(**LONG, **fields), "--detach", "--run-id-file", name, hosts=hosts)
     assert done.returncode == 0, done.stderr
     run_id = run_id_of(rack.project / name)
 
-    def events(name: str) -> list[dict[str, object]]:
+    def events(*names: str) -> list[dict[str, object]]:
         path = f"{RUNS.replace(CLUSTER, cluster)}/{run_id}/events.jsonl"
         lines = rack["host-a"].execute(f"cat {path}").stdout.splitlines()
-        return [found for line in lines if (found := json.loads(line))["event"] == name]
+        return [found for line in lines if (found := json.loads(line))["event"] in names]
 
     wait_until(lambda: bool(events(after)), "a checkpoint is complete")
     rack["host-b"].sh(f"docker kill tridock-{cluster}")
     killed = datetime.now(UTC)
-    wait_until(lambda: bool(events("run_finished") + events("not_restarted")), "the run has ended", WORK_S)
+    wait_until(lambda: bool(events("run_finished", "not_restarted")), "the run has ended", WORK_S)
     for name in ("node_lost", "run_moved", "checkpoint_loaded", "not_restarted"):
         for event in events(name)[-1:]:
             seconds = (datetime.fromisoformat(str(event["time"])) - killed).total_seconds()
@@ -161,12 +162,14 @@ def lose_host_b(
     return events
 
 
-def went_on(events: Callable[[str], list[dict[str, object]]]) -> dict[str, object]:
-    """How a run that trained to its end went on."""
+def went_on(events: Callable[..., list[dict[str, object]]], after: str = "checkpoint_copied") -> dict[str, object]:
+    """How a run that trained to its end went on: from the last checkpoint with this event, or from a later one."""
     assert events("not_restarted") == []
     # The newest that the head knows may lack what was not copied when the node was lost.
     (loaded,), (restarted,) = events("checkpoint_loaded"), events("run_restarted")
-    assert 10 <= loaded["iteration"] <= restarted["iteration"]  # type: ignore[operator]
+    until_lost = takewhile(lambda event: event["event"] == after, events(after, "run_restarted"))
+    *_, last = (event["iteration"] for event in until_lost)
+    assert last <= loaded["iteration"] <= restarted["iteration"]  # type: ignore[operator]
     assert events("run_finished")[0]["iteration"] == 1500
     (moved,) = events("run_moved")
     return moved
@@ -219,7 +222,7 @@ def test_a_lost_host_without_copies_costs_what_it_alone_had(rack_up: Up, strateg
     finally:
         assert rack_up.rack.fab("up").returncode == 0
     if strategy == "ddp":
-        assert went_on(events)["layout"] == "TP1 PP1 DP1"
+        assert went_on(events, "checkpoint_saved")["layout"] == "TP1 PP1 DP1"
     else:
         assert events("not_restarted")
         log = rack_up.rack["host-a"].sh(f"cat {RUNS}/{run_id_of(rack_up.rack.project / strategy)}/logs/launcher.log")

@@ -26,8 +26,8 @@ def map_to_cpu(local_world_size: int) -> list[str]:
     for name in _TYPED:
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     _name_kinds()
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     # Megatron's data loaders request pinned memory, and torch would warn once per loader.
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator is found")
     # DeepSpeed broadcasts the tied embedding when it builds a pipeline; torch warns at the first backward pass.

@@ -55,7 +55,7 @@ def _zeroing_as_asked(training: Any) -> Any:
         optimizer = make(model)
         if isinstance(optimizer, torch.optim.Optimizer) and not training.get_args().deepspeed:
             zero = optimizer.zero_grad
-            optimizer.zero_grad = lambda **_: zero()
+            optimizer.zero_grad = lambda **_: zero()  # type: ignore[method-assign]
         return optimizer
 
     return get_optimizer
@@ -138,7 +138,9 @@ def time_by_events() -> None:
     variables: Any = importlib.import_module("megatron.global_vars")
     timer: Any = variables._Timer
 
-    class EventTimer(timer):  # type: ignore[misc]
+    class EventTimer(timer):
+        started_: bool
+
         def __init__(self, name: str) -> None:
             super().__init__(name)
             self._began: Any = None

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from tridock.contracts.calibration import Attended, Calibration, Product, Summed
@@ -103,10 +104,12 @@ def _attention(name: str, kind: Any, device: Any) -> Iterator[Attended]:
         number = samples * 4 if on_gpu else max(1, samples // 2)
         shape = (number, heads, length, size)
         inputs = [torch.randn(shape, device=device, dtype=kind, requires_grad=True) for _ in range(3)]
-        forward = _seconds(lambda given=inputs: scaled_dot_product_attention(*given, is_causal=True), device)
+        query, key, value = inputs
+        attend = partial(scaled_dot_product_attention, query, key, value, is_causal=True)
+        forward = _seconds(attend, device)
 
-        def both(given: list[Any] = inputs) -> None:
-            out = scaled_dot_product_attention(*given, is_causal=True)
+        def both(attend: Callable[[], Any] = attend, given: list[Any] = inputs) -> None:
+            out = attend()
             torch.autograd.grad(out, given, torch.ones_like(out))
 
         yield Attended(name, length, heads, size, number, forward, max(forward, _seconds(both, device) - forward))
@@ -144,7 +147,7 @@ def _sums(device: Any, backend: str, nodes: int) -> Iterator[Summed]:
     if nodes > 1 and local > 1 and ranks % nodes == 0:
         first = dist.get_rank() // local * local
         made = [dist.new_group(range(begin, begin + local)) for begin in range(0, ranks, local)]
-        groups[local, 1] = made[first // local]  # type: ignore[assignment]
+        groups[local, 1] = made[first // local]
     for (size, spread), group in groups.items():
         for moved in _SIZES[backend] if size > 1 else ():
             values = torch.ones(moved // 4, device=device)

@@ -33,6 +33,7 @@ from tridock.train.data.images import load_images
 from tridock.train.data.prefetch import Arrays, Prefetcher, Split
 from tridock.train.data.splits import load_splits
 from tridock.train.models.gpt import GPT, Shape
+from tridock.train.models.layered import LayeredModel
 from tridock.train.models.resnet import ResNet
 from tridock.train.parallel.mesh import STAGES, Mesh
 from tridock.train.parallel.mesh_strategy import MeshStrategy
@@ -84,13 +85,13 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
         if experiment.train.compile and (missing := list(compiler_problems(ranks.device.type))):
             raise RequestError(missing)
         splits = (load_images if experiment.model.is_vision else load_splits)(experiment, workspace)
+    tokens = splits["train"].vocab_size
     torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
     with torch.device("meta"):  # a strategy allocates what a rank keeps
         if experiment.model.is_vision:
-            model = ResNet(experiment.model)
+            model: LayeredModel = ResNet(experiment.model)
         else:
-            model = GPT(Shape.of(experiment.model, splits["train"].vocab_size))
-    tokens = experiment.model.vocab_size if experiment.model.is_vision else splits["train"].vocab_size
+            model = GPT(Shape.of(experiment.model, tokens))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with agree_on_errors(ranks):
         if (weights := pretrained_weights(experiment, workspace, tokens)) is not None:
@@ -98,7 +99,7 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
         if mesh is None:
             if experiment.train.compile:
                 model.compile_layers()
-            strategy = build_strategy(model, experiment, ranks, run_folder)
+            strategy: Strategy = build_strategy(model, experiment, ranks, run_folder)
         else:
             strategy = MeshStrategy(model, experiment, ranks, mesh)
         if weights is not None:
@@ -133,6 +134,7 @@ class Trainer:
         self.run_folder, self.ranks = run_folder, ranks
         self.parts = parts = build(experiment, run_folder, workspace, ranks)
         self.experiment = experiment.resolved(parts.replicas)
+        self.global_batch = self.experiment.batch.samples_per_step(parts.replicas)
         self.strategy, self.splits = parts.strategy, parts.splits
         self.progress = replace(parts.progress, tokenizer_sha256=sha256_of_data(workspace / experiment.data.prefix))
         self.phases, self.memory = parts.strategy.phases, PeakMemory(ranks)
@@ -205,21 +207,22 @@ class Trainer:
     def step(self, iteration: int) -> Step:
         """Runs one optimizer step on the next global batch; returns its loss and gradient norm."""
         self.parts.reseed(iteration)
-        global_batch, first = self.experiment.batch.global_batch_size, self.progress.consumed_samples
-        then = first + global_batch if iteration < self.experiment.train.train_iters else None
+        first = self.progress.consumed_samples
+        end = first + self.global_batch
+        then = end if iteration < self.experiment.train.train_iters else None
         with self.phases.inside(DATA):
             batches = self.prefetcher.get(self.splits["train"], first, then)
         lr = learning_rate(iteration, self.experiment.optimizer, self.experiment.train.train_iters)
         step = self.strategy.step(batches, lr)
         self.health.add(step.loss, step.grad_norm)
-        self.progress = replace(self.progress, iteration=iteration, consumed_samples=first + global_batch)
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=end)
         heartbeat.beat(heartbeat.TRAIN, iteration)
         return step
 
     def read(self, samples: Split, first: int) -> Iterable[Arrays]:
         """Returns this rank's micro-batches of the global batch that starts at sample ``first``."""
-        batch, parts = self.experiment.batch, self.parts
-        return samples.batches(first, batch.global_batch_size, batch.micro_batch_size, parts.replica, parts.replicas)
+        micro, parts = self.experiment.batch.micro_batch_size, self.parts
+        return samples.batches(first, self.global_batch, micro, parts.replica, parts.replicas)
 
     def log(self, iteration: int, step: Step) -> None:
         """Prints a line and writes one to metrics.jsonl. Raises :class:`AgreedError` if the loss is not finite, or the
@@ -229,9 +232,8 @@ class Trainer:
         steps = max(1, iteration - self._logged_iteration)
         step_time = (now - self._logged_at) / steps
         self._logged_at, self._logged_iteration = now, iteration
-        batch, train = self.experiment.batch, self.experiment.train
-        model = self.experiment.model
-        speed = batch.global_batch_size * model.seq_length / step_time
+        train, model = self.experiment.train, self.experiment.model
+        speed = self.global_batch * model.seq_length / step_time
         lr = learning_rate(iteration, self.experiment.optimizer, train.train_iters)
         skips, self._logged_skips = seen.skipped - self._logged_skips, seen.skipped
         loss_scale = self.strategy.loss_scale
@@ -299,7 +301,7 @@ class Trainer:
     def _loss(self, samples: Split) -> float:
         """Returns the mean loss over the first ``eval_iters`` global batches."""
         total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
-        size = self.experiment.batch.global_batch_size
+        size = self.global_batch
         for number in range(count):
             self.begin_pass()
             then = (number + 1) * size if number + 1 < count else None
@@ -373,13 +375,12 @@ class Trainer:
             f"{experiment.name}: {self.parts.parameters / 1e6:.2f} M parameters, {self.parts.description}, "
             f"{experiment.precision}, {ranks.world_size} {ranks.device.type} ranks"
         )
-        vocabulary = experiment.model.vocab_size if experiment.model.is_vision else train.vocab_size
-        rows = rules_of(experiment).padded_vocab_size(vocabulary, experiment)
+        rows = rules_of(experiment).padded_vocab_size(train.vocab_size, experiment)
         self.event(Event.MODEL_BUILT, parameters=self.parts.parameters, padded_vocab_size=rows)
-        kinds = f"{vocabulary} classes" if experiment.model.is_vision else f"vocabulary of {vocabulary}"
-        self.say(f"data: {train.description} an epoch, {experiment.batch.global_batch_size} a step, {kinds}")
+        kinds = f"{train.vocab_size} classes" if experiment.model.is_vision else f"vocabulary of {train.vocab_size}"
+        self.say(f"data: {train.description} an epoch, {self.global_batch} a step, {kinds}")
         if isinstance(train, BlendedSamples):
-            for line in train.epochs(experiment.train.train_iters * experiment.batch.samples_per_step(1)):
+            for line in train.epochs(experiment.train.train_iters * self.global_batch):
                 self.say(f"data: {line}")
 
     def say(self, line: str) -> None:
@@ -394,9 +395,9 @@ class Trainer:
 def check_batch(experiment: Experiment, data_parallel_size: int) -> None:
     """Raises :class:`RequestError` if the ranks would run different numbers of micro-batches."""
     batch = experiment.batch
-    samples = batch.micro_batch_size * data_parallel_size
-    if batch.global_batch_size % samples:
+    samples, given = batch.micro_batch_size * data_parallel_size, batch.samples_per_step(data_parallel_size)
+    if given % samples:
         product = f"{batch.micro_batch_size} x {data_parallel_size}"
         what = f"is no multiple of micro_batch_size x data parallel ranks = {product}"
         todo = f"use a multiple of {samples}"
-        raise RequestError(Problem("batch.global_batch_size", what, str(batch.global_batch_size), todo))
+        raise RequestError(Problem("batch.global_batch_size", what, str(given), todo))

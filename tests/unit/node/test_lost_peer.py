@@ -12,7 +12,7 @@ from tridock.contracts.events import Cause
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.rank_status import LinkFaults, RankStatus
 from tridock.contracts.supervision import Supervision
-from tridock.node.supervisor.run_supervisor import RunSupervisor
+from tridock.node.supervisor.attempt import Attempt, Observations
 from tridock.node.supervisor.verdict import Verdict
 
 
@@ -52,16 +52,16 @@ class Agents:
         time.sleep(0.01)
 
 
+def attempt_with(folder: Path, agents: Any) -> Any:
+    supervision = Supervision("a", {"a": (0,), "b": (1,)}, (), 20000, 30.0, observed=True)
+    return Attempt(folder, supervision, HeldLease.first(folder, "a", 0.0), agents, Observations(folder, supervision))
+
+
 @pytest.mark.parametrize(("after_s", "cause"), [(None, Cause.NODE_SILENT), (0.0, None)])
 def test_the_node_that_went_silent_is_to_blame(tmp_path: Path, after_s: float | None, cause: Cause | None) -> None:
     (tmp_path / "supervision.json").touch()
-    supervisor: Any = RunSupervisor(
-        tmp_path,
-        Supervision("a", {"a": (0,), "b": (1,)}, (), 20000, 30.0, observed=True),
-        HeldLease.first(tmp_path, "a", 0.0),
-    )
-    supervisor._agents = Agents(after_s)
-    verdict = supervisor._lost_peer()
+    attempt = attempt_with(tmp_path, Agents(after_s))
+    verdict = attempt._lost_peer()
     assert (verdict and verdict.cause, verdict and verdict.node) == ((cause, "b") if cause else (None, None))
 
 
@@ -72,15 +72,10 @@ def test_a_rank_that_its_launcher_ended_may_have_lost_a_node(
     """As mpirun does at once, before the node is missed."""
     (tmp_path / "supervision.json").touch()
     (tmp_path / "logs").mkdir()
-    supervisor: Any = RunSupervisor(
-        tmp_path,
-        Supervision("a", {"a": (0,), "b": (1,)}, (), 20000, 30.0, observed=True),
-        HeldLease.first(tmp_path, "a", 0.0),
-    )
-    supervisor._agents = Agents(None)
+    attempt = attempt_with(tmp_path, Agents(None))
     ended = Verdict(Cause.RANK_SIGNALLED, "was ended by SIGTERM", "a", 0, asked_to_end=asked_to_end)
-    monkeypatch.setattr(supervisor, "_wait", lambda: ended)
+    monkeypatch.setattr(attempt, "_wait", lambda: ended)
     for name in ("_end_all", "_ended_by_agents"):
-        monkeypatch.setattr(supervisor, name, lambda: None)
-    monkeypatch.setattr(supervisor, "_wait_for_launcher", lambda _seconds: None)
-    assert supervisor._attempt()[1].node == ("b" if asked_to_end else "a")
+        monkeypatch.setattr(attempt, name, lambda: None)
+    monkeypatch.setattr(attempt, "_wait_for_launcher", lambda _seconds: None)
+    assert attempt.run()[1].node == ("b" if asked_to_end else "a")

@@ -17,7 +17,7 @@ from tridock.contracts.supervision import Supervision
 from tridock.node.agent import rank_status
 from tridock.node.agent.memory_kills import memory_kills
 from tridock.node.agent.rank_status import RankMonitor
-from tridock.node.supervisor.run_supervisor import RunSupervisor
+from tridock.node.supervisor.attempt import Attempt, Observations
 from tridock.node.supervisor.verdict import Verdict
 from tridock.triage.first_failure import evidence_beside
 
@@ -86,9 +86,9 @@ def test_every_verdict_tells_of_it(tmp_path: Path, cause: Cause, beside: str) ->
     (tmp_path / "supervision.json").touch()
     (tmp_path / "logs").mkdir()
     supervision = Supervision("a", {"a": (0,), "b": (1,)}, (), 20000, 30.0, observed=True)
-    supervisor: Any = RunSupervisor(tmp_path, supervision, HeldLease.first(tmp_path, "a", 0.0))
-    supervisor._agents = Agents()
-    verdict = supervisor._record(Verdict(cause, "ended", "a", 0))
+    lease, agents, observations = HeldLease.first(tmp_path, "a", 0.0), Agents(), Observations(tmp_path, supervision)
+    attempt: Any = Attempt(tmp_path, supervision, lease, agents, observations)
+    verdict = attempt._record(Verdict(cause, "ended", "a", 0))
     assert verdict.reason == f"ended{beside}"
     assert (tmp_path / run_folder.LAUNCHER_LOG).read_text() == f"tridock: rank 0 on a ended{beside}\n"
     (event,) = events_of(tmp_path, Event.MEMORY_KILLS)

@@ -10,8 +10,15 @@ import pytest
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.supervision import Supervision
-from tridock.node.supervisor.run_supervisor import RunSupervisor
+from tridock.node.supervisor.agent_connections import AgentConnections
+from tridock.node.supervisor.attempt import Attempt, Observations
 from tridock.node.supervisor.verdict import Verdict
+
+
+def attempt_of(folder: Path, supervision: Supervision) -> Any:
+    lease = HeldLease.first(folder, "a", 0.0)
+    agents = AgentConnections(folder, supervision, lease)
+    return Attempt(folder, supervision, lease, agents, Observations(folder, supervision))
 
 
 @pytest.mark.parametrize(
@@ -20,9 +27,9 @@ from tridock.node.supervisor.verdict import Verdict
 def test_a_program_that_leaves_with_them_has_failed(tmp_path: Path, observed: bool, code: int, becomes: int) -> None:
     (tmp_path / "supervision.json").touch()
     supervision = Supervision("a", {"a": (0,)}, (), 20000, 30.0, observed=observed)
-    supervisor: Any = RunSupervisor(tmp_path, supervision, HeldLease.first(tmp_path, "a", 0.0))
+    attempt = attempt_of(tmp_path, supervision)
     end = Verdict(Cause.LAUNCHER_EXITED, f"ended with exit code {code}", code=code)
-    assert supervisor._as_failed(end).code == becomes
+    assert attempt._as_failed(end).code == becomes
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -30,10 +37,10 @@ def test_ranks_that_saved_because_an_agent_ended_them_were_not_preempted(tmp_pat
     """A head that was paused: the agent of another node sent SIGTERM, which the ranks take for a scheduler's."""
     (tmp_path / "supervision.json").touch()
     supervision = Supervision("a", {"a": (0,), "b": (1,)}, ("b",), 20000, 30.0)
-    supervisor: Any = RunSupervisor(tmp_path, supervision, HeldLease.first(tmp_path, "a", 0.0))
-    supervisor.preemption_requested = asked
+    attempt = attempt_of(tmp_path, supervision)
+    attempt._observations.preemption_requested = asked
     append_event(tmp_path, Event.HEAD_LOST, node="b", cause=Cause.HEAD_SILENT, reason="heard nothing from the head")
-    assert supervisor._ended_by_agents() is None
+    assert attempt._ended_by_agents() is None
     append_event(tmp_path, Event.RUN_PREEMPTED, iteration=7)
-    ended = supervisor._ended_by_agents()
+    ended = attempt._ended_by_agents()
     assert (ended is None) if asked else (ended.cause, ended.node) == (Cause.HEAD_SILENT, "b")

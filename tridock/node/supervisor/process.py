@@ -226,7 +226,7 @@ def _see_to_end(
     with RunSupervisor(folder, supervision, lease) as supervisor:
 
         def note(*_: object) -> None:
-            supervisor.preemption_requested = True
+            supervisor.observations.preemption_requested = True
 
         # The supervisor must outlive signals to record the end. Handlers, as the launcher would inherit SIG_IGN.
         signal.signal(signal.SIGTERM, note)

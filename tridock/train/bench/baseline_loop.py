@@ -32,18 +32,19 @@ class BaselineLoop:
     def __init__(self, experiment: Experiment, vocab_size: int, ranks: Ranks) -> None:
         torch.manual_seed(experiment.train.seed)
         shape = Shape.of(experiment.model, vocab_size)
-        model: nn.Module = GPT(shape).to(ranks.device)
+        model = GPT(shape).to(ranks.device)
         if experiment.train.compile:
             model.compile_layers()
         settings = experiment.optimizer
         groups = parameter_groups(model, settings.weight_decay)
         betas = (settings.adam_beta1, settings.adam_beta2)
         self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=True)
+        self.model: nn.Module = model
         if ranks.world_size > 1:
-            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.model, self.largest = model, settings.clip_grad
+            self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.largest = settings.clip_grad
         micro, length = experiment.batch.micro_batch_size, experiment.model.seq_length
-        self.micro_batches = experiment.batch.global_batch_size // (micro * ranks.world_size)
+        self.micro_batches = experiment.batch.accumulation_steps(ranks.world_size)
         tokens = (self.micro_batches, micro, length + 1)
         self.tokens = torch.randint(0, shape.padded_vocab_size, tokens, device=ranks.device)
         short = experiment.precision != "fp32"
@@ -53,8 +54,8 @@ class BaselineLoop:
         """Runs one optimizer step; returns the loss of its last micro-batch."""
         self.optimizer.zero_grad(set_to_none=False)
         for number, batch in enumerate(self.tokens, start=1):
-            last = number == self.micro_batches or not isinstance(self.model, nn.parallel.DistributedDataParallel)
-            with nullcontext() if last else self.model.no_sync(), self.cast:
+            ddp = self.model if isinstance(self.model, nn.parallel.DistributedDataParallel) else None
+            with nullcontext() if ddp is None or number == self.micro_batches else ddp.no_sync(), self.cast:
                 loss = self.model(batch[:, :-1], batch[:, 1:])
             (loss / self.micro_batches).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.largest)

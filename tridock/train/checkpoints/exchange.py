@@ -84,7 +84,7 @@ def _send(path: Path, it: Transfer, group: dist.ProcessGroup, passed: Passed) ->
         for chunk in _chunks(it.entry.size):
             read = 0
             with suppress(OSError):
-                read = file.readinto(memoryview(chunk.numpy())) if file is not None else 0
+                read = file.readinto(chunk.numpy().data) if file is not None else 0
             chunk[read:] = 0
             for target in it.targets:
                 dist.send(chunk, target, group=group)
@@ -101,7 +101,7 @@ def _receive(path: Path, it: Transfer, group: dist.ProcessGroup, passed: Passed)
         file, failed = None, error
     for chunk in _chunks(it.entry.size):
         dist.recv(chunk, it.source, group=group)
-        data = memoryview(chunk.numpy())
+        data = chunk.numpy().data
         digest.update(data)
         passed(len(chunk))
         if file is not None and failed is None:

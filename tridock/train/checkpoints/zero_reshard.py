@@ -121,9 +121,11 @@ def _stage_3(optimizer: Any, states: Sequence[State]) -> State:
     inner = "optimizer_state_dict"
     entry: State = states[0][inner]["state"][0]
     first = {key: value for key, value in entry.items() if key not in _vectors(entry)}
-    vectors = {
-        key: ours(lambda s, key=key: [one[key] for one in s[inner]["state"].values()]) for key in _vectors(entry)
-    }
+
+    def vector(key: str) -> list[Tensor]:
+        return ours(lambda s: [one[key] for one in s[inner]["state"].values()])
+
+    vectors = {key: vector(key) for key in _vectors(entry)}
     entries = {
         # Each gets its own step counter, because the optimizer increments it in place.
         number: {**copy.deepcopy(first), **{key: of_groups[number] for key, of_groups in vectors.items()}}

@@ -23,17 +23,11 @@ class BlendedSamples(Numbered):
     """The samples of one split of several data sets; ``parts`` are those of each, as in ``sets``."""
 
     name: str
+    seq_length: int
+    vocab_size: int
+    seed: int
     sets: tuple[DataSet, ...]
     parts: tuple[Samples, ...]
-    seed: int
-
-    @property
-    def seq_length(self) -> int:
-        return self.parts[0].seq_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.parts[0].vocab_size
 
     @cached_property
     def per_epoch(self) -> int:

@@ -6,6 +6,7 @@ The image of a sample depends on (seed, split, epoch, position) alone, as for to
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,8 @@ class ImageSamples:
     last: int
     seed: int
     flips: bool
+    vocab_size: int
+    """The number of classes."""
 
     @property
     def per_epoch(self) -> int:
@@ -78,9 +81,16 @@ def load_images(experiment: Experiment, workspace: Path) -> dict[str, ImageSampl
     bounds = split_bounds(len(labels), experiment.data.split)
     return {
         name: ImageSamples(
-            name, images, labels, *bounds[number : number + 2], mixed_seed(experiment.train.seed, number), number == 0
+            name,
+            images,
+            labels,
+            first,
+            last,
+            seed=mixed_seed(experiment.train.seed, number),
+            flips=number == 0,
+            vocab_size=experiment.model.num_classes or 0,
         )
-        for number, name in enumerate(SPLITS)
+        for number, (name, (first, last)) in enumerate(zip(SPLITS, pairwise(bounds), strict=True))
     }
 
 

@@ -12,7 +12,7 @@ from tridock.train.data.dataset import Numbered
 from tridock.train.data.images import ImageSamples
 from tridock.train.parallel.strategies import Batch
 
-Arrays = NDArray | tuple[NDArray, NDArray]
+Arrays = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 Split = Numbered | ImageSamples
 Read = Callable[[Split, int], Iterable[Arrays]]
 """Returns this rank's micro-batches of the global batch that starts at a sample number."""

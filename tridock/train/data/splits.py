@@ -69,7 +69,9 @@ def make_splits(experiment: Experiment, make: Make) -> dict[str, Numbered]:
         seeds = [seed, *(mixed_seed(seed, other) for other in range(1, len(sets)))]
         sets = sets or (DataSet(data.prefix),)
         made = [make(name, it.prefix, part, one) for it, one in zip(sets, seeds, strict=True)]
-        splits[name] = made[0] if len(made) == 1 else BlendedSamples(name, sets, tuple(made), seed)
+        splits[name] = first = made[0]
+        if len(made) > 1:
+            splits[name] = BlendedSamples(name, first.seq_length, first.vocab_size, seed, sets, tuple(made))
     return splits
 
 

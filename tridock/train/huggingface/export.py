@@ -7,6 +7,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,7 +124,7 @@ def _copy_tokenizer(source: Path | None, folder: Path, opened: HuggingFaceTokeni
     return bool(files)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -83,7 +83,7 @@ def _wrong(where: str, error: Exception) -> RequestError:
 class _Generation(Extension):
     """``{% generation %}``, which marks the model's answers and changes no text."""
 
-    tags: Final = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  as the class above declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

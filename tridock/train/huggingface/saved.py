@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -52,8 +52,8 @@ def weights_in(folder: Path, model: Model) -> Callable[[str], Tensor]:
         read = _distributed(folder)
         is_megatrons = (folder / "common.pt").is_file()
         return _parts(model, read) if is_megatrons else lambda name: read(f"model.{name}")
-    if (read := megatron_lm_weights(folder, model)) is not None:
-        return read
+    if (of_megatron := megatron_lm_weights(folder, model)) is not None:
+        return of_megatron
     if (folder / _MODEL).is_file():
         with safe_torch_load():
             module = torch.load(folder / _MODEL, map_location="cpu", mmap=True, weights_only=True)["module"]
@@ -63,7 +63,7 @@ def weights_in(folder: Path, model: Model) -> Callable[[str], Tensor]:
 
 def _distributed(folder: Path) -> Callable[[str], Tensor]:
     with safe_distributed_load():
-        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        known: Mapping[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
 
     def read(key: str) -> Tensor:
         tensor = torch.empty(known[key].size, dtype=known[key].properties.dtype)
@@ -124,8 +124,8 @@ class Saved:
             fields = model_fields(stored.found.config or {}, str(path / CONFIG))
             given = Model.model_validate({"seq_length": fields["max_position_embeddings"], **fields})
             model = checked_model(given, stored.found, fields["vocab_size"])
-            read = Pretrained(stored, model).read
-            return cls(model, fields["vocab_size"], read, path, str(path), is_transformers=True)
+            weights = Pretrained(stored, model)
+            return cls(model, fields["vocab_size"], weights.read, path, str(path), is_transformers=True)
         experiment = recorded_experiment(path)
         workspace = path.absolute().parent.parent
         folder = path.absolute() / CHECKPOINTS

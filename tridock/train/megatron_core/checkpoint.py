@@ -101,14 +101,14 @@ def _write(
     writer: Any, metadata: Any, buckets: Sequence[Any], leaders: Sequence[int], group: dist.ProcessGroup | None
 ) -> None:
     error: Exception | None = None
-    written: list[Any] | None = []
+    written: list[Any] = []
     try:
         for bucket in buckets:
             written += _write_file(writer, bucket)
-    except Exception as found:
-        error, written = found, None
-    of_all: list[list[Any] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(written, of_all, group=group)
+    except Exception as raised:
+        error = raised
+    of_all: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(written if error is None else None, of_all, group=group)
     known = None
     if of_all is not None and None not in of_all:
         with suppress(OSError):  # then it is missed in the checkpoint

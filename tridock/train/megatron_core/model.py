@@ -71,7 +71,7 @@ class GPT(GPTModel):
 
 def build_chunks(
     experiment: Experiment, tokens: int, padded: int, device: torch.device, pretrained: Weights | None = None
-) -> list[nn.Module]:
+) -> list[DistributedDataParallel]:
     """Returns this rank's model chunks, several with an interleaved schedule, each in megatron-core's DDP.
 
     The vocabulary has ``tokens`` entries, and the embedding ``padded`` rows, a multiple for tensor parallelism.
@@ -83,7 +83,7 @@ def build_chunks(
     chunks: list[nn.Module] = []
     for number in range(virtual):
         stage = number if virtual > 1 else None
-        chunk: nn.Module = GPT(
+        chunk = GPT(
             config,
             block_spec(config, stage),
             padded,
@@ -292,7 +292,7 @@ def fuses_attention(dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def initialize(model: nn.Module, experiment: Experiment) -> None:
+def initialize(model: GPTModel, experiment: Experiment) -> None:
     """Draws GPT-2's initial weights, the same in every layout. Leaves norms as they were built.
 
     Each block of a weight's rows has its own seed, and a rank draws only the blocks that contain its rows. The values
@@ -309,7 +309,7 @@ def initialize(model: nn.Module, experiment: Experiment) -> None:
         draw(sharded, scale, experiment.train.seed)
 
 
-def copy_weights(model: nn.Module, pretrained: Weights) -> None:
+def copy_weights(model: GPTModel, pretrained: Weights) -> None:
     """Copies this rank's part of each pretrained weight into the model; rows beyond the vocabulary become zeros."""
     parts = parts_of(pretrained.model, pretrained.names)
     for _, sharded in sharded_weights(model):
@@ -320,7 +320,7 @@ def copy_weights(model: nn.Module, pretrained: Weights) -> None:
         sharded.data.detach().copy_(whole[tuple(slice(start, start + size) for start, size in share)])
 
 
-def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
+def sharded_weights(model: GPTModel) -> Iterator[tuple[str, ShardedTensor]]:
     """Yields a rank's weights by name, each with its place in the whole weight; SwiGLU's two halves come separately."""
     for name, found in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
         parts = found.build() if isinstance(found, ShardedTensorFactory) else found
@@ -360,7 +360,9 @@ def seed_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
 
 
-def _data_parallel(config: TransformerConfig, chunk: nn.Module, number: int, experiment: Experiment) -> nn.Module:
+def _data_parallel(
+    config: TransformerConfig, chunk: nn.Module, number: int, experiment: Experiment
+) -> DistributedDataParallel:
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     distributed = experiment.parallel.use_distributed_optimizer
     settings = DistributedDataParallelConfig(

@@ -26,10 +26,10 @@ from tridock.train.huggingface.weights import Weights
 from tridock.train.megatron_core import checkpoint, multi_tensor
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
-from tridock.train.megatron_core.model import DTYPES, build_chunks
+from tridock.train.megatron_core.model import DTYPES, GPT, build_chunks
 from tridock.train.megatron_core.samples import gpt_splits
 from tridock.train.models.gpt import Shape
-from tridock.train.parallel.strategies import Step, at, norm_of_taken_step
+from tridock.train.parallel.strategies import Batch, Step, at, inputs_and_labels, norm_of_taken_step
 from tridock.train.pretrained import pretrained_weights
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks, agree_on_errors
@@ -75,7 +75,7 @@ class MegatronCore:
     def loss_scale(self) -> float:
         return float(self.optimizer.get_loss_scale().item()) if self.experiment.precision == "fp16" else 1.0
 
-    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -90,7 +90,7 @@ class MegatronCore:
             return Step(loss, norm_of_taken_step(float(norm)) if good else math.inf)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         for chunk in self.chunks:
             chunk.eval()
         return self._pass(batches, forward_only=True)
@@ -102,7 +102,7 @@ class MegatronCore:
         found = self._through_stages(self._ask, list(zip(batches, last, strict=True)), True, collect_non_loss_data=True)
         return torch.cat(found) if found else None
 
-    def _pass(self, batches: Sequence[Tensor], forward_only: bool) -> Tensor:
+    def _pass(self, batches: Sequence[Batch], forward_only: bool) -> Tensor:
         """Runs all micro-batches through the pipeline; returns their mean loss on all ranks."""
         losses = self._through_stages(self._forward, batches, forward_only)
         return self.layout.share(torch.stack(losses).mean() if losses else None, self.device)
@@ -126,9 +126,8 @@ class MegatronCore:
         )
         return found
 
-    def _forward(self, batches: Iterator[Tensor], chunk: nn.Module) -> tuple[Tensor, Any]:
-        batch = next(batches)
-        tokens, labels = batch[:, :-1][:, self.positions], batch[:, 1:][:, self.positions]
+    def _forward(self, batches: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, Any]:
+        tokens, labels = (it[:, self.positions] for it in inputs_and_labels(next(batches)))
         places = self.positions.expand_as(tokens)
         return chunk(tokens, places, None, labels=labels), mean_loss
 
@@ -173,7 +172,7 @@ class MegatronCore:
             for optimizer in self.optimizer.chained_optimizers:
                 checkpoint.before_load(optimizer)
 
-    def _named(self) -> Iterator[tuple[str, nn.Module]]:
+    def _named(self) -> Iterator[tuple[str, GPT]]:
         """Yields the models inside the chunks, with Megatron-LM's names of them in a checkpoint."""
         for number, chunk in enumerate(self.chunks):
             model = chunk.module if self.experiment.precision == "fp32" else chunk.module.module

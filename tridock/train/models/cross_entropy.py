@@ -52,12 +52,12 @@ class _TokenLosses(torch.autograd.Function):
         largest = logits.amax(-1).float()
         own = labels.unsqueeze(-1) - first
         elsewhere = None if group is None else (own < 0) | (own >= logits.shape[-1])
-        if group is not None:
+        if elsewhere is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
             own = own.masked_fill(elsewhere, 0)
         # Of the exponentials, and of the label's logit, which one rank has.
         sums = (_compiled(_sums) if compiled else _sums_in_chunks)(logits.detach(), largest, own)
-        if group is not None:
+        if elsewhere is not None:
             sums[1].masked_fill_(elsewhere.squeeze(-1), 0.0)
             dist.all_reduce(sums, group=group)
         log_sum = sums[0].log()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class HeadRMSNorm(nn.RMSNorm):
         weight = self.weight
         if not isinstance(weight, DTensor) or weight.placements[0].is_replicate():
             return F.rms_norm(x, self.normalized_shape, _for_own_heads(weight, x), self.eps)
-        heads = DTensor.from_local(x.float(), weight.device_mesh, [Shard(2)], run_check=False)
+        heads: Any = DTensor.from_local(x.float(), weight.device_mesh, [Shard(2)], run_check=False)
         squares = heads.square().sum(-1, keepdim=True).redistribute(placements=[Replicate()])
         return (heads * (squares / weight.numel() + self.eps).rsqrt() * weight).to_local().to(x.dtype)
 
@@ -124,13 +124,13 @@ class Attention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         if dropout and self.tensor_parallel_rank is not None:
-            mixed = self._attend_with_own_dropout(query, key, value)
+            mixed = self._attend_with_own_dropout(self.tensor_parallel_rank, query, key, value)
         else:
             mixed = self._attend(query, key, value, dropout)
         return self.dense(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
     def _normed(self, norm: nn.Module, heads: Tensor) -> Tensor:
-        return norm(heads.flatten(2)).view_as(heads) if self.joins_heads else norm(heads)  # type: ignore[no-any-return]
+        return norm(heads.flatten(2)).view_as(heads) if self.joins_heads else norm(heads)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -138,8 +138,8 @@ class Attention(nn.Module):
         )
 
     @torch.compiler.disable  # random states are no part of a graph
-    def _attend_with_own_dropout(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with tensor_parallel_random_numbers(self.tensor_parallel_rank, query.device):
+    def _attend_with_own_dropout(self, rank: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with tensor_parallel_random_numbers(rank, query.device):
             return self._attend(query, key, value, self.dropout)
 
 
@@ -162,7 +162,7 @@ class Expert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = self.dense_h_to_4h(x)
         wide = F.gelu(wide, approximate=self.gelu) if self.gate is None else F.silu(self.gate(x)) * wide
-        return self.dense_4h_to_h(wide)  # type: ignore[no-any-return]
+        return self.dense_4h_to_h(wide)
 
 
 class Layer(nn.Module):
@@ -204,7 +204,7 @@ class Layer(nn.Module):
         return torch.add(x, self.dropout(branch), alpha=self.branch_factor)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        return self._mixture(x) if self.has_experts else self.dense_4h_to_h(self._wide(x))  # type: ignore[no-any-return]
+        return self._mixture(x) if self.has_experts else self.dense_4h_to_h(self._wide(x))
 
     def _mixture(self, x: Tensor) -> Tensor:
         """Returns the sum of each token's selected experts, weighted by the softmax of their scores (or of all), and of

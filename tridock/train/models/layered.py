@@ -21,6 +21,10 @@ class LayeredModel(nn.Module):
         """Initializes a module if torch would do it differently; returns whether it did."""
         raise NotImplementedError
 
+    def compile_layers(self) -> None:
+        """Compiles each layer when it first runs."""
+        raise NotImplementedError
+
     def initialize_modules(self) -> None:
         for name, module in self.named_modules():
             self.initialize(name, module)

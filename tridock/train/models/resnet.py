@@ -27,6 +27,8 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.
 class Norm(nn.BatchNorm2d):
     """Batch normalization in fp32, whatever the dtype of its input and of the weights that FSDP2 gathers."""
 
+    momentum: float
+
     def forward(self, x: Tensor) -> Tensor:
         scale, shift, statistics = self.weight.float(), self.bias.float(), (self.running_mean, self.running_var)
         return F.batch_norm(x, *statistics, scale, shift, self.training, self.momentum, self.eps)
@@ -57,6 +59,8 @@ class ResNet(LayeredModel):
     With labels, int64 [batch], it returns the mean cross-entropy in nats, an fp32 scalar.
     """
 
+    scale: Tensor
+
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.stem, self.stem_norm = _convolution(3, STEM, 7, 2), Norm(STEM)
@@ -66,7 +70,7 @@ class ResNet(LayeredModel):
                 blocks.append(Bottleneck(inputs, inner, stride if number == 0 else 1))
                 inputs = inner * EXPANSION
         self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
-        self.head = nn.Linear(inputs, model.vocab_size)
+        self.head = nn.Linear(inputs, model.num_classes or 0)
         self.register_buffer("scale", torch.empty(2, 1, 3, 1, 1), persistent=False)
         self.reset_parameters()
         self.initialize_modules()

@@ -122,12 +122,13 @@ class MeshStrategy:
             return self.pipeline.run(batches, train=True)
 
     def _pass(self, batches: Sequence[Batch]) -> Tensor:
+        model: Any
         (model,) = self.parts
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             is_last = number == len(batches)
-            model.set_requires_gradient_sync(is_last or self._scatters_each)  # type: ignore[attr-defined]
-            model.set_requires_all_reduce(is_last)  # type: ignore[attr-defined]
+            model.set_requires_gradient_sync(is_last or self._scatters_each)
+            model.set_requires_all_reduce(is_last)
             inputs, labels = inputs_and_labels(batch)
             with self.phases.inside(FORWARD):
                 loss = self._scaled_loss(model(inputs), labels)
@@ -235,7 +236,7 @@ def _whole_at(logits: Tensor, places: Tensor) -> Tensor:
     [samples, vocabulary]."""
     if not isinstance(logits, DTensor):
         return at(logits, places)
-    size = (len(places), logits.shape[-1])
+    size = torch.Size((len(places), logits.shape[-1]))
     mesh, own = logits.device_mesh, at(logits.to_local(), places)
     return DTensor.from_local(own, mesh, [Shard(1)], run_check=False, shape=size, stride=(size[1], 1)).full_tensor()
 
@@ -264,11 +265,12 @@ def split_layers(model: GPT, mesh: DeviceMesh) -> None:
     if model.shape.model.swiglu:
         plan["gate"] = ColwiseParallel()
     for layer in model.layers.values():
-        layer.attention.tensor_parallel_rank = mesh.get_local_rank()
+        attention: Any = layer.attention
+        attention.tensor_parallel_rank = mesh.get_local_rank()
         parallelize_module(layer, mesh, plan)
-        if layer.attention.has_norms:
-            for norm in (layer.attention.query_norm, layer.attention.key_norm):
-                _distribute(norm, mesh, Shard(0) if layer.attention.joins_heads else Replicate())
+        if attention.has_norms:
+            for norm in (attention.query_norm, attention.key_norm):
+                _distribute(norm, mesh, Shard(0) if attention.joins_heads else Replicate())
     if hasattr(model, "token_embedding"):
         parallelize_module(model, mesh, {"token_embedding": RowwiseParallel(input_layouts=Replicate())})
     if hasattr(model, "output_layer"):

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from tridock.errors import Problem, RunError
 from tridock.experiment.schema import Parallel
+from tridock.train.parallel.strategies import Batch, inputs_and_labels
 from tridock.train.rank.phases import BACKWARD, FORWARD, Phases
 
 _SCHEDULES: Final = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -77,13 +78,13 @@ class Pipeline:
     def _applied(self, outputs: Tensor, target: Tensor) -> Tensor:
         return self._loss(outputs, target)
 
-    def run(self, batches: Sequence[Tensor], *, train: bool) -> Tensor | None:
+    def run(self, batches: Sequence[Batch], *, train: bool) -> Tensor | None:
         """Runs the forward pass, and with ``train`` the backward pass, over all micro-batches of a step.
 
         Each of ``batches`` is int64 [micro batch, seq_length + 1]. Returns the mean loss on the last stage, else None.
         """
-        whole = torch.cat(list(batches))
-        losses = self._pass(whole[:, :-1], whole[:, 1:], train=train)
+        inputs, labels = map(torch.cat, zip(*map(inputs_and_labels, batches), strict=True))
+        losses = self._pass(inputs, labels, train=train)
         return torch.stack(losses).mean() if self.is_last else None
 
     def outputs(self, inputs: Tensor, target: Tensor, taken: Loss) -> list[Tensor]:

@@ -207,7 +207,8 @@ class DistributedDataParallel:
         return step
 
     def _no_sync(self) -> AbstractContextManager[None]:
-        return self.model.no_sync() if self._keeps_gradients else nullcontext()
+        ddp = self.model if isinstance(self.model, nn.parallel.DistributedDataParallel) else None
+        return nullcontext() if ddp is None else ddp.no_sync()
 
     def _update(self, lr: float) -> Tensor:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
@@ -299,8 +300,9 @@ class Zero:
     def loss_scale(self) -> float:
         if self.precision != "fp16":
             return 1.0
-        own = self.scaler is not None
-        return self.scaler.scale.item() if own else float(self.engine.optimizer.loss_scaler.cur_scale)
+        if self.scaler is not None:
+            return self.scaler.scale.item()
+        return float(self.engine.optimizer.loss_scaler.cur_scale)
 
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
         self.engine.train()
@@ -311,7 +313,7 @@ class Zero:
         total, bare_norm = torch.zeros((), device=self.engine.device), None
         for number, batch in enumerate(batches, start=1):
             with self.phases.inside(FORWARD):
-                loss = self.engine(batch[:, :-1], batch[:, 1:])
+                loss = self.engine(*inputs_and_labels(batch))
             with self.phases.inside(BACKWARD):
                 self.engine.backward(loss * scale if scale != 1.0 else loss)
             if number == len(batches) and self.stage == 0 and self.precision == "fp32":
@@ -330,7 +332,7 @@ class Zero:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         self.engine.eval()
-        return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in heartbeat.touching(batches)])
+        return _mean([self.engine(*inputs_and_labels(batch)) for batch in heartbeat.touching(batches)])
 
     @torch.no_grad()
     def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor:

@@ -6,13 +6,12 @@ progress to the supervisor.
 """
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 
 from tridock.contracts import heartbeat
 
@@ -37,7 +36,7 @@ class Phases:
     def __init__(self, device: torch.device) -> None:
         self._stack = [OTHER]
         self._on_gpu = device.type == "cuda"
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._since = time.perf_counter()
         # On a GPU: events, and the phase that each ends.
         self._marks: deque[tuple[torch.cuda.Event, str]] = deque()
@@ -67,7 +66,7 @@ class Phases:
 
         return inside
 
-    def sync_follows(self, parameters: list[nn.Parameter]) -> None:
+    def sync_follows(self, parameters: Sequence[torch.Tensor]) -> None:
         """Charges the rest of a backward pass to ``gradient_sync`` once these parameters have their gradients.
 
         DDP exchanges earlier buckets meanwhile; these are the model's first parameters, whose gradients come last.
@@ -101,7 +100,7 @@ class Phases:
                 self._seconds[name] += self._before.elapsed_time(event) / 1000
                 self._spare.append(self._before)
             self._before = event
-        seconds, self._seconds = self._seconds, Counter()
+        seconds, self._seconds = self._seconds, defaultdict(float)
         return dict(seconds)
 
 

@@ -144,7 +144,7 @@ def _run_guarded(run_folder: Path, program: Callable[[], None]) -> int:
             _report_exception(run_folder, rank, error)
         else:
             kind = {"consequence": True} if problem.cause == Cause.PEER_LOST else {}
-            _report(run_folder, rank, code, f"rank {rank}: {problem}", (problem,), **kind)
+            _report(run_folder, rank, code, f"rank {rank}: {problem}", (problem,), Cause.REFUSED, **kind)
         return code
     except BaseException as error:  # the launcher needs an exit code after any error
         _report_exception(run_folder, rank, error)

@@ -12,7 +12,7 @@ import torch
 
 from tests.cases import thinned
 from tests.distributed.ranks import VOCABULARY, Started, asked_for, losses, make_run, run_several
-from tests.distributed.test_shared_models import LLAMA, PP, QWEN3, STRATEGY, TP, VPP
+from tests.distributed.test_shared_models import GRANITE, LLAMA, OLMO2, PP, QWEN3, STRATEGY, TP, VPP
 from tests.exact_logits import exact_logits
 from tridock.train.huggingface.export import export
 
@@ -63,12 +63,14 @@ OF_ONE = {**QWEN2_MOE, "model.moe_router_topk": 1}
 MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "one-expert": OF_ONE}
 YARN = {**LLAMA, "model.rope_scaling_type": "yarn", "model.original_max_position_embeddings": 8}
 SMOLLM3 = {**LLAMA, "model.no_rope_freq": 2}
+OF_TORCH = {"olmo2": OLMO2, "granite": {**GRANITE, "model.no_rope_freq": None}}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA,
     "yarn": YARN,
     "smollm3": SMOLLM3,
     "qwen3": QWEN3,
+    **OF_TORCH,
     **MIXTURES,
 }
 OF_MIXTURES = {
@@ -84,6 +86,7 @@ CASES = {
     f"{kind}-{layout}": (kind, layout)
     for kind, (layout, (_, fields)) in product(KINDS, LAYOUTS.items())
     if (layout in OF_MIXTURES if kind in MIXTURES else EP not in fields)
+    and not (kind in OF_TORCH and layout.startswith("core"))
 }
 SOME_CASES = (
     *("gpt2-zero3", "llama-core-pp2-vpp2", "qwen3-tp2", "qwen2-moe-core-tp2-ep2", "smollm3-core-pp2-unequal"),

@@ -57,6 +57,7 @@ def test_every_line(twin: Twin, cpu_image: str) -> None:
         "my-image:wrapped": wrapped,
         "pytorch/pytorch:latest": cpu_image,
         "--slurm site.yaml": "--slurm site.yaml --dry-run",
+        "tridock reproduce": "tridock reproduce --yes",  # it asks a terminal
     }
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
     first, ran = "", 0

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.full  # tests/unit/test_docs_commands.py reads and prev
 
 PAGE = "docs/guides/llama.md"
 RUN = "mine-20261122-110613-14b7"
+QWEN = "models/Qwen3-0.6B"  # cannot be downloaded here
 MORE = """
 text = tokenizer(open("raw/corpus.jsonl").read(3000), return_tensors="pt")
 print("loss", float(model(**text, labels=text.input_ids).loss))
@@ -32,8 +33,7 @@ def run(block: Block, folder: Path, image: str) -> str:
         done = execute(sys.executable, "-c", block.text + MORE, cwd=folder, env=env)
     else:
         first = next(iter(sorted(path.name for path in folder.glob("runs/mine-*"))), "")
-        # Qwen's folder cannot be downloaded here.
-        text = block.text.replace(RUN, first).replace("models/Qwen3-0.6B", "exported")
+        text = block.text.replace(RUN, first).replace(QWEN, "exported")
         options = ("--user", "1000:1000", "--shm-size", "1g", "--volume", f"{folder}:/workspace")
         done = execute("docker", "run", "--rm", *options, image, "bash", "-euo", "pipefail", "-c", text)
     assert done.returncode == 0, f"{block}\n{block.text}\n{done.stdout}\n{done.stderr}"
@@ -48,15 +48,17 @@ def losses(folder: Path) -> list[float]:
 def test_every_line(cpu_image: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     give(tmp_path, 1000)
-    kinds, printed, experiment = [], [], {}
+    kinds, printed, engines, experiment = [], [], [], {}
     for block in blocks(PAGE):
         kinds.append(block.language)
         if block.language == "yaml":
-            experiment |= yaml.safe_load(block.text)  # the second one shows one field
-            assert parse_experiment(yaml.safe_dump(experiment), str(block)).engine == "megatron-core"
+            shown = yaml.safe_load(block.text.replace(QWEN, str(tmp_path / "exported")))
+            experiment = shown if "name" in shown else experiment | shown  # the last one shows one field
+            engines.append(parse_experiment(yaml.safe_dump(experiment), str(block)).engine)
         else:
             printed.append(run(block, tmp_path, cpu_image))
-    assert kinds == ["sh", "sh", "sh", "python", "yaml", "sh", "sh", "sh", "yaml", "sh", "sh"]
+    assert kinds == ["sh", "sh", "sh", "python", "yaml", "sh", "sh", "sh", "yaml", "yaml", "sh", "sh"]
+    assert engines == ["megatron-core", "torch", "torch"]
     _, _, _, loaded, _, _, _, _, generated = printed
     assert loaded.startswith("def main():")
     trained, resumed = (losses(folder) for folder in sorted(tmp_path.glob("runs/mine-*")))

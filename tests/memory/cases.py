@@ -89,6 +89,22 @@ _QWEN: Final = {
     "model.qk_layernorm": True,
     "model.untie_embeddings_and_output_weights": True,
 }
+_OLMO2: Final = {
+    **_LLAMA,
+    "model.qk_layernorm": True,
+    "model.qk_layernorm_all_heads": True,
+    "model.use_post_norm": True,
+}
+_GRANITE: Final = {
+    **_LLAMA,
+    "model.add_attention_bias": True,
+    "model.no_rope_freq": 2,
+    "model.embedding_multiplier": 3.0,
+    "model.residual_multiplier": 0.5,
+    "model.attention_multiplier": 0.2,
+    "model.logits_scaling": 0.5,
+}
+"""With SmolLM3's layers without a rotation, and Llama's biases of attention."""
 _NORMED_HEADS: Final[dict[str, Fields]] = {
     "layernorm-grouped": {"model.qk_layernorm": True, "model.num_query_groups": 2},
     "layernorm-rope": {**_QWEN, "model.normalization": "LayerNorm"},
@@ -102,6 +118,7 @@ _MIXTRAL: Final = {
     "model.moe_aux_loss_coeff": 0.01,
     "model.untie_embeddings_and_output_weights": True,
 }
+_OF_TORCH: Final[dict[str, Fields]] = {"llama": _LLAMA, "qwen": _QWEN, "olmo2": _OLMO2, "granite": _GRANITE}
 _DROPOUT: Final = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -167,6 +184,9 @@ def _core() -> Iterator[tuple[str, int, Fields]]:
     for layout in ("one", "dp2-distributed"):
         ranks, fields = _CORE_LAYOUTS[layout]
         yield f"{layout}-mixtral", ranks, {**fields, **_BF16, **_MIXTRAL, _ACCUMULATED: 8}
+    of_one = {**_MIXTRAL, "model.moe_router_topk": 1, "model.moe_router_pre_softmax": True}
+    yield "one-mixtral-of-one", 1, {**_BF16, **of_one, _ACCUMULATED: 8}
+    yield "tp2-sp-no-rope", 2, {_TP: 2, _SP: True, **_BF16, **_LLAMA, "model.no_rope_freq": 2, _ACCUMULATED: 4}
     shared = {"model.moe_shared_expert_intermediate_size": 96}
     gated = {**shared, "model.moe_shared_expert_gate": True, "model.moe_router_pre_softmax": True}
     yield "one-mixtral-shared", 1, {**_BF16, **_MIXTRAL, **shared, _ACCUMULATED: 8}
@@ -224,7 +244,7 @@ def _torch() -> Iterator[tuple[str, int, Fields]]:
         yield f"{strategy}-bf16-dropout", 1, {**fields, **_BF16, **_DROPOUT, _ACCUMULATED: 2}
     for strategy in ("ddp", "zero1", "zero3"):
         yield f"{strategy}-bf16-heads", 2, {**_STRATEGIES[strategy], **_BF16, **_HEADS, _ACCUMULATED: 4}
-        for name, model in (("llama", _LLAMA), ("qwen", _QWEN)):
+        for name, model in _OF_TORCH.items():
             yield f"{strategy}-bf16-{name}", 1, {**_STRATEGIES[strategy], **_BF16, **model, _ACCUMULATED: 2}
     yield "ddp-bf16-heads-checkpointed", 1, {**_BF16, **_HEADS, **_CHECKPOINTED, _ACCUMULATED: 2}
     yield "zero3-bf16-wide", 2, {**_STRATEGIES["zero3"], **_BF16, **_WIDE, _ACCUMULATED: 2}
@@ -275,7 +295,7 @@ def _shared() -> Iterator[tuple[str, int, Fields]]:
     for layout in ("fsdp2", "tp2", "pp2"):
         ranks, fields = _SHARED[layout]
         yield f"{layout}-bf16-heads", ranks, {**fields, **_BF16, **_HEADS, _ACCUMULATED: 4}
-        for name, model in (("llama", _LLAMA), ("qwen", _QWEN)):
+        for name, model in _OF_TORCH.items():
             yield f"{layout}-bf16-{name}", ranks, {**fields, **_BF16, **model, _ACCUMULATED: 4}
     for layout, (ranks, fields) in {"ddp": (1, {}), "tp2": _SHARED["tp2"]}.items():
         for name in ("layernorm-rope", "rmsnorm-grouped"):

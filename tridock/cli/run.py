@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tridock.cli.launch import add_start, print_preview, report_start, start_job
 from tridock.cli.options import Arguments, Commands, add_command
-from tridock.errors import Problem, RequestError, count, printable
+from tridock.errors import Problem, RequestError, count
 
 if TYPE_CHECKING:
     from tridock.cluster.settings import Cluster
@@ -76,8 +76,8 @@ def _run(arguments: Arguments) -> int:
 
     experiment = with_cluster_trackers(_experiment(arguments), hosts.cluster.settings)
     files, slots = read_code(_code_folder(arguments) / experiment.code), hosts.cluster.slots
-    if files.left_out:
-        arguments.note(f"not copied: {printable(', '.join(files.left_out))}")
+    if files.note:
+        arguments.note(files.note)
     prepared = prepare_command(experiment, files, slots, Ssh())
     if arguments.dry_run:
         print_preview(preview(hosts.cluster, prepared), verbose=arguments.verbose)

@@ -52,7 +52,7 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
     family = next((one for one in FAMILIES if name in (one.architecture, one.model_type)), None)
     if family is None:
         what = "is of an architecture that is not supported"
-        todo = f"use one of {SUPPORTED}, or train it with your own program (tridock run)"
+        todo = f"use one of {SUPPORTED}, or train it with TRL: tridock init --recipe sft"
         raise RequestError(Problem(where, what, str(name), todo))
     known = keys_of(family)
     kind, entries = ("default", []) if family is GPT2 else _rotations(config, family)

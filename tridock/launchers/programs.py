@@ -13,7 +13,7 @@ from typing import Final
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.launchers.deepspeed import deepspeed_options, for_pdsh
-from tridock.launchers.self_launchers import Per, self_launcher
+from tridock.launchers.self_launchers import Per, known_per, self_launcher
 
 Argv = tuple[str, ...]
 
@@ -287,9 +287,10 @@ def on_node(argv: Sequence[str], place: Place, per: Per | None = None) -> Argv:
         what = f"{program.name} gets these options from Tridock"
         todo = "leave them out: the hostfile, --nodes, --slots and --restarts decide"
         raise RequestError(Problem("command", what, " ".join(refused), todo))
-    if program is _OTHER and (behind := next((word for word in argv[:script] if word in _BEHIND), None)):
-        what, todo = f"starts {behind} once per slot, each alone", f"begin with {behind}, or add --per node"
-        raise RequestError(Problem("command", what, " ".join(argv), todo))
+    if program is _OTHER and per is None and (found := _starts_ranks(argv, script)):
+        name, of_it = found
+        todo = f"begin with {name}, or add --per {of_it}" if of_it else "add --per node, or --per slot if you mean it"
+        raise RequestError(Problem("command", f"starts {name} once per slot, each alone", " ".join(argv), todo))
     if program is _MPIRUN and _names_its_program(argv, named, script):
         watched = (place.python, "-P", "-m", _RANK_OUTPUT, "--watched")
         return (*argv[:named], *program.options(place, frozenset()), *argv[named:script], *watched, *argv[script:])
@@ -313,6 +314,17 @@ def on_node(argv: Sequence[str], place: Place, per: Per | None = None) -> Argv:
     if for_shell:
         last = tuple(map(for_pdsh, last))
     return (*argv[:named], *added, *argv[named:script], *first, *last)
+
+
+def _starts_ranks(argv: Sequence[str], script: int) -> tuple[str, Per | None] | None:
+    """Returns the name of a launcher behind another program, and where to start both; None if it is the first word,
+    with a subcommand that is not known."""
+    for place in range(min(script + 1, len(argv))):
+        words = (posixpath.basename(argv[place]), *argv[place + 1 :])
+        of_it = known_per(words) or ("node" if words[0] in _BEHIND or words[:2] in _SUBCOMMANDS else None)
+        if of_it:
+            return words[words[0] == "-m"], of_it if place else None
+    return None
 
 
 def has_rank_logs(argv: Sequence[str], per: Per | None = None) -> bool:

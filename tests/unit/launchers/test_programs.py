@@ -196,21 +196,42 @@ def test_a_launcher_is_started_as_it_needs_and_not_per_node(command: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("command", "named"), [("uv run torchrun train.py", "torchrun"), ("env A=b accelerate launch x.py", "accelerate")]
+    ("command", "named"),
+    [
+        ("uv run torchrun train.py", "torchrun"),
+        ("env A=b accelerate launch x.py", "accelerate"),
+        ("uv run tune run full_finetune_distributed", "tune"),
+        ("uv run swift sft --model m", "swift"),
+        ("uv run /opt/bin/trl sft --config a.yaml", "trl"),
+        ("uv run python deepy.py train.py", "deepy.py"),
+    ],
 )
 def test_a_launcher_behind_another_program_is_not_started_once_per_slot(command: str, named: str) -> None:
     with pytest.raises(RequestError) as refusal:
         line(command)
-    todo = f"begin with {named}, or add --per node"
+    todo = f"begin with {named}, or add --per {'cluster' if named == 'deepy.py' else 'node'}"
     assert str(refusal.value) == f"command: starts {named} once per slot, each alone; got {command}; {todo}"
     assert line("python launch.py torchrun")
-    assert line(command, per="node").endswith(command)
+    assert line("./launch tune swift --backend ray")
+    for per in ("node", "slot"):
+        assert line(command, per=per).endswith(command)
+
+
+def test_another_command_of_a_known_launcher_is_started_where_the_user_says() -> None:
+    with pytest.raises(RequestError) as refusal:
+        line("axolotl preprocess a.yaml")
+    assert str(refusal.value) == (
+        "command: starts axolotl once per slot, each alone; got axolotl preprocess a.yaml; add --per node, or --per"
+        " slot if you mean it"
+    )
+    assert line("axolotl preprocess a.yaml", per="slot").endswith("axolotl preprocess a.yaml")
 
 
 @pytest.mark.parametrize(
     ("command", "first"),
     [
         ("llamafactory-cli train a.yaml", "FORCE_TORCHRUN=1"),
+        ("python -m llamafactory.cli train a.yaml", "FORCE_TORCHRUN=1"),
         ("/opt/venv/bin/swift sft --model m", "NNODES=2"),
         ("axolotl train a.yaml --launcher torchrun", "NNODES=2"),
         ("axolotl train a.yaml --launcher=torchrun", "NNODES=2"),
@@ -231,6 +252,7 @@ def test_a_program_that_starts_ranks_itself_is_given_what_it_reads(command: str,
     ("command", "todo"),
     [
         ("axolotl train a.yaml", "add --launcher torchrun"),
+        ("trl sft --config a.yaml", "begin with torchrun -m trl.scripts.sft and the same options"),
         ("horovodrun -np 4 python a.py", "begin with mpirun and the same program"),
         ("colossalai run a.py", "begin with torchrun and the same script"),
         ("ray start --head", "use --per node with a script that starts the head where NODE_RANK is 0"),

@@ -174,7 +174,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         "m/config.json: is of an architecture that is not supported; got MambaForCausalLM;"
         " use one of GPT2LMHeadModel, LlamaForCausalLM, GraniteForCausalLM, MistralForCausalLM, Olmo2ForCausalLM,"
         " Phi3ForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM, MixtralForCausalLM,"
-        " Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, or train it with your own program (tridock run)"
+        " Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, or train it with TRL: tridock init --recipe sft"
     )
     with pytest.raises(RequestError, match=r"^model.rotary_percent: has no counterpart in transformers; got 0.5; "):
         family_of(Model.model_validate({**LLAMA, "rotary_percent": 0.5}))

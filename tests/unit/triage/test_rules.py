@@ -115,6 +115,15 @@ def test_recorded_texts(name: str) -> None:
     assert "{" not in found.cause + found.remedy
 
 
+def test_a_module_that_was_not_copied_is_no_fault_of_the_image_alone() -> None:
+    found = diagnose(failed("ModuleNotFoundError: No module named 'mine'"))
+    assert (found.rule, found.remedy.partition(";")[0]) == (
+        "import",
+        "for a module of your own folder (tridock run), see what the start called not copied, and what git and"
+        " .tridockignore ignore",
+    )
+
+
 def test_every_rule_is_provoked_or_on_record() -> None:
     names = [rule.name for rule in RULES]
     assert len(set(names)) == len(names)

@@ -20,7 +20,7 @@ from tridock.contracts.files_below import open_below
 from tridock.contracts.forms import NameBelow
 from tridock.contracts.node_answers import CodeFile, PlacedCode
 from tridock.contracts.records import read_object
-from tridock.errors import Problem, RequestError, count
+from tridock.errors import Problem, RequestError, count, printable
 from tridock.ops.outgoing import HEAD_BYTES, is_inside, open_real, secret
 from tridock.ops.runs.provenance import git_output
 from tridock.ops.runs.this_machine import ask_here, node_output
@@ -61,6 +61,11 @@ class Code:
     def number(self) -> str:
         """How many files: ``3 files``."""
         return count(sum(not name.endswith("/") for name in self.files), "file")
+
+    @property
+    def note(self) -> str:
+        """What was left out, as a line; empty if nothing was."""
+        return f"not copied: {printable(', '.join(self.left_out))}" if self.left_out else ""
 
     @property
     def records(self) -> dict[str, bytes]:

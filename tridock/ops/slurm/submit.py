@@ -95,6 +95,9 @@ def submit(options: SubmitOptions, say: Callable[[str], None]) -> Submitted:
         say(estimate)
     if request.gpu is None and request.gpu_request != "none" and gpu_of(groups, request) is None:
         say("memory was not compared with the plan: Slurm names no GPU that Tridock knows; set gpu: in the profile")
+    for note in dict.fromkeys(run.code.note for run in script.elements if run.code is not None):
+        if note:
+            say(note)
     folders = _write(script)
     try:
         job_id = scheduler.submit(folders[0] / run_folder.JOB_SCRIPT)

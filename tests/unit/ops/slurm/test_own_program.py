@@ -133,8 +133,11 @@ def test_run_submits_a_job_where_a_profile_says_so(
 ) -> None:
     monkeypatch.chdir(program)
     arguments = ("--nodes", "2", "--workdir", "mine", "--detach", "--", "torchrun", "train.py")
+    os.mkfifo(program / "mine" / "pipe")
     assert main(["run", "--slurm", "site.yaml", *arguments]) == 0
-    out = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    assert "not copied: pipe (no file)\n" in captured.err
+    out = captured.out.splitlines()
     assert out[0] == "job 17"
     assert out[1].startswith("run train-")
     assert main(["run", "--slurm", "site.yaml", "--hosts", "h", "--queue", *arguments]) == 2

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from tridock.contracts.output_metrics import reader_of
+from tridock.experiment.rank_env import RankEnv
 from tridock.experiment.schema import MasterPort, Name, Seconds
-from tridock.strict_yaml import Count, EnvName, EnvValue, PathText, Section
+from tridock.strict_yaml import Count, PathText, Section
 from tridock.tracker_settings import Notifications, Trackers
 
 ENGINE: Final = "command"
@@ -79,7 +80,7 @@ class CommandExperiment(Section):
         description="Folder with the program on your machine: it is copied to every node, and the program"
         " runs in the copy.",
     )
-    env: dict[EnvName, EnvValue] = Field(
+    env: RankEnv = Field(
         default_factory=dict, description="Environment variables of every rank; they override the cluster's."
     )
     metrics: Annotated[str, AfterValidator(_pattern)] | None = Field(

@@ -226,8 +226,8 @@ _FLAGS_WITH_VALUE: Final = ("-W", "-X")
 _MODULES: Final = {"torch.distributed.run": _TORCHRUN, "torch.distributed.launch": _TORCHRUN,
                    "deepspeed.launcher.runner": _DEEPSPEED, "accelerate.commands.launch": _ACCELERATE}  # fmt: skip
 _NAMES: Final = {"torchrun": _TORCHRUN, "deepspeed": _DEEPSPEED, "deepspeed.pt": _DEEPSPEED, "ds": _DEEPSPEED,
-                 "accelerate-launch": _ACCELERATE, "mpirun": _MPIRUN, "mpiexec": _MPIRUN,
-                 "composer": _COMPOSER}  # fmt: skip
+                 "accelerate-launch": _ACCELERATE, "composer": _COMPOSER, "mpirun": _MPIRUN, "mpiexec": _MPIRUN,
+                 "orterun": _MPIRUN, "mpirun.openmpi": _MPIRUN, "mpiexec.openmpi": _MPIRUN}  # fmt: skip
 _SUBCOMMANDS: Final = {("accelerate", "launch"): _ACCELERATE, ("tune", "run"): _TUNE}
 _BEHIND: Final = (*_NAMES, "accelerate", "llamafactory-cli", "axolotl")
 
@@ -247,6 +247,8 @@ def program_of(argv: Sequence[str], per: Per | None = None) -> tuple[Program, in
     match tuple(argv[option : option + 2]):
         case ("-m", module) if module in _MODULES:
             program, named = _MODULES[module], option + 2
+        case (joined, *_) if option and joined.startswith("-m") and joined[2:] in _MODULES:
+            program, named = _MODULES[joined[2:]], option + 1
         case (_, subcommand) if (first, subcommand) in _SUBCOMMANDS:
             program, named = _SUBCOMMANDS[first, subcommand], 2
         case _ if first in _NAMES:

@@ -122,6 +122,12 @@ def test_only_true_and_false_are_true_or_false(written: str) -> None:
         (GOOD.replace("num_layers: 2", "num_layers: 2, hidden_dropout: 1.0"),
          "e.yaml: model.hidden_dropout: must be less than 1; got 1.0; lower it"),
         (GOOD + "optimizer: {lr: .inf}\n", "e.yaml: optimizer.lr: must be a finite number; got inf; write an ordinary number"),  # noqa: E501
+        (
+            GOOD + "env: {A: b, RANK: '0', MASTER_PORT: '1'}\n",
+            "e.yaml: env.RANK: is set by the launch for each rank: leave it out; got 'RANK'; correct it\n"
+            "e.yaml: env.MASTER_PORT: is set by the launch for each rank: leave it out, and set launch.master_port; got"
+            " 'MASTER_PORT'; correct it",
+        ),
         (GOOD + "env: [A]\n", "e.yaml: env: must be a mapping; got ['A']; write `name: value` lines below it"),
     ],
 )  # fmt: skip

@@ -44,6 +44,11 @@ def line(command: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = 
             f" {RENDEZVOUS} -m {LOG} train.py",
         ),
         (
+            "python -u -mtorch.distributed.run train.py",
+            "python -u -mtorch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 2"
+            f" {RENDEZVOUS} -m {LOG} train.py",
+        ),
+        (
             "python -u -W ignore -X dev -m deepspeed.launcher.runner train.py",
             "python -u -W ignore -X dev -m deepspeed.launcher.runner --hostfile /r/hostfile --master_addr 192.0.2.1"
             f" --master_port 29500 --launcher pdsh --no_ssh_check --module {LOG} train.py",
@@ -57,6 +62,7 @@ def line(command: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = 
             "mpirun --bind-to none python train.py",
             f"mpirun --hostfile /r/hostfile -np 4 -x A -x B --bind-to none {WATCHED} python train.py",
         ),
+        ("orterun ./a.out", f"orterun --hostfile /r/hostfile -np 4 -x A -x B {WATCHED} ./a.out"),
         (
             "deepspeed train.py --deepspeed_config ds.json",
             "deepspeed --hostfile /r/hostfile --master_addr 192.0.2.1 --master_port 29500 --launcher pdsh"

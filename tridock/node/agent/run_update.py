@@ -2,14 +2,16 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import RankProgress, RunUpdate
-from tridock.contracts.records import Lines, Record, read_lines, read_plan, read_value, record_of
+from tridock.contracts.records import Lines, Record, read_plan, read_value, record_of, records_in
 from tridock.contracts.run_state import exit_code_of, state_of
 
 _MOST: Final = 3000
@@ -24,18 +26,23 @@ def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
     ``inode`` is that of the previously read file: a resumed run writes a new one, which is read from its start.
     """
     path, state = folder / run_folder.METRICS, state_of(folder)  # the state first: its last records are then read
-    appended = Lines(path, offset, inode)
-    lines = list(appended.new())
-    known = read_lines(folder / run_folder.EVENTS)
+    appended, count, size = Lines(path, offset, inode), 0, 0
+    for line in appended.new():
+        count, size = count + 1, size + len(line)
+    again = islice(Lines(path, offset, inode).new(), count)  # they do not all fit into memory
+    known, last = 0, deque[Record](maxlen=_MOST_EVENTS)
+    for known, event in enumerate(records_in(folder / run_folder.EVENTS), 1):
+        if known > events:
+            last.append(event)
     return RunUpdate(
         state=state,
         exit_code=exit_code_of(folder),
         offset=appended.offset,
         inode=appended.inode,
-        replaces_earlier=appended.offset == sum(map(len, lines)),
-        records=tuple(_thinned(lines)),
-        events=tuple(known[events:][-_MOST_EVENTS:]),
-        event_count=len(known),
+        replaces_earlier=appended.offset == size,
+        records=tuple(_thinned(again, count)),
+        events=tuple(last),
+        event_count=known,
         ranks=tuple(_ranks(folder)),
         plan=_plan(folder) if events == 0 else {},
         age_s=_age(path),
@@ -71,21 +78,21 @@ def _age(path: Path) -> float | None:
         return None
 
 
-def _thinned(lines: Sequence[bytes]) -> Iterator[Record]:
-    """Yields the records; from a long part only evaluations, the first, the last, and two per interval."""
-    if len(lines) <= _MOST:
+def _thinned(lines: Iterable[bytes], count: int) -> Iterator[Record]:
+    """Yields the records of so many lines; of many only evaluations, the first, the last, and two per interval."""
+    if count <= _MOST:
         yield from filter(None, map(_record, lines))
         return
-    size = math.ceil(len(lines) / (_MOST // 2))
-    for begin in range(0, len(lines), size):
-        interval = [record for line in lines[begin : begin + size] if (record := _record(line)) is not None]
+    size = math.ceil(count / (_MOST // 2))
+    for begin in range(0, count, size):
+        interval = [record for line in islice(lines, size) if (record := _record(line)) is not None]
         training = [record for record in interval if "split" not in record]
         kept = [record for record in interval if "split" in record]
         if training:
             kept += [min(training, key=_loss), max(training, key=_loss)]
             if begin == 0:
                 kept.append(training[0])
-            if begin + size >= len(lines):
+            if begin + size >= count:
                 kept.append(training[-1])
         numbers = {id(record) for record in kept}
         yield from (record for record in interval if id(record) in numbers)

@@ -9,10 +9,9 @@ from typing import Final, Self
 
 from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.appends import append
-from tridock.contracts.events import Cause, Event, append_event, events_of
+from tridock.contracts.events import Cause, Event, append_event, event_count, events_of
 from tridock.contracts.hang_limits import STEPS, learnt_s
 from tridock.contracts.lease import HeldLease
-from tridock.contracts.records import read_lines
 from tridock.contracts.run_state import mark_stopped
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RunError
@@ -99,7 +98,7 @@ class RunSupervisor:
     def begin(self, script: str) -> None:
         """Starts the launcher with ``script`` and connects to the node agents."""
         self._steps, self._says_limit = Iterations(), True
-        self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
+        self._events_before = event_count(self._folder)
         self._lease.check()
         self._launcher = LauncherProcess(self._folder, script, self._supervision.head)
         self._metrics.begin(self._launcher.log_offset, self._supervision)
@@ -114,7 +113,7 @@ class RunSupervisor:
         self._must_move = previous != self._supervision.head
         self._steps.reached = checkpoint_iteration(self._folder, self._supervision, self._lease.prepared_at) or 0
         self._restarts = previous_attempts(self._folder, time.monotonic())
-        self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
+        self._events_before = event_count(self._folder)
         verdict = Verdict(Cause.HEAD_SILENT, "does not supervise the run any more", previous)
         about = {"node": self._supervision.head, "previous": previous, "token": self._lease.token}
         append_event(self._folder, Event.TAKEN_OVER, **about, reason=str(verdict))

@@ -178,7 +178,7 @@ def event_lines(folder: Path) -> str:
     """
     kept, size = deque[bytes](), 0
     for line in Lines(folder / run_folder.EVENTS).new():
-        if _SAMPLES not in line:
+        if line.startswith(b"{") and _SAMPLES not in line:
             kept.append(line)
             size += len(line)
             while size > _MOST_BYTES:

@@ -151,7 +151,7 @@ class Lines:
             if status.st_ino != self.inode or status.st_size < self.offset:
                 self.inode, self.offset = status.st_ino, 0
             file.seek(self.offset)
-            for line in _lines(file):
+            for line in lines_in(file):
                 if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                     return
                 self.offset += len(line)
@@ -207,12 +207,13 @@ def records_in(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
     with file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
-        for line in _lines(file):
+        for line in lines_in(file):
             if (record := record_of(line)) is not None:
                 yield record
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
+def lines_in(file: IO[bytes]) -> Iterator[bytes]:
+    """Yields the rest of a file of records by lines, one that is too long for a record in parts."""
     return iter(lambda: file.readline(_LONGEST_LINE), b"")
 
 

@@ -30,10 +30,13 @@ def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
     for line in appended.new():
         count, size = count + 1, size + len(line)
     again = islice(Lines(path, offset, inode).new(), count)  # they do not all fit into memory
-    known, last = 0, deque[Record](maxlen=_MOST_EVENTS)
+    known, last, texts = 0, deque[Record](maxlen=_MOST_EVENTS), Record()  # only the newest samples have their texts
     for known, event in enumerate(records_in(folder / run_folder.EVENTS), 1):
         if known > events:
             last.append(event)
+            if "samples" in event:
+                texts.pop("samples", None)
+                texts = event
     return RunUpdate(
         state=state,
         exit_code=exit_code_of(folder),

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tridock.bench.cells import Bench, Cell, Measured, cells_of
-from tridock.contracts import environment, run_folder
-from tridock.contracts.events import Event, events_of
+from tridock.contracts import environment
+from tridock.contracts.events import Event, event_lines, events_of
 from tridock.contracts.records import read_metrics, read_plan
 from tridock.engines import program_of
 from tridock.engines.fields import as_overrides
@@ -112,7 +112,7 @@ def _run_once(world: int, timeout: int, config: Path, overrides: Sequence[str], 
 
 def _failure_of(run: Path) -> str | None:
     nodes = {rank["rank"]: rank["node"] for rank in read_plan(run).get("ranks", ())}
-    found = first_failure({"": run_folder.read_text(run / run_folder.EVENTS)}, nodes)
+    found = first_failure({"": event_lines(run)}, nodes)
     return f"{run.name}: {found}; see {run}/logs" if found else None
 
 

@@ -2,15 +2,20 @@
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.appends import append
-from tridock.contracts.records import read_lines
+from tridock.contracts.records import Lines, records_in
+
+_MOST_BYTES: Final = 16 << 20
+_SAMPLES: Final = b'"event": "samples"'
 
 
 class Event(StrEnum):
@@ -158,7 +163,27 @@ def append_event(folder: Path, event: Event, /, **fields: object) -> None:
 
 def events_of(folder: Path, event: Event, first: int = 0) -> list[dict[str, Any]]:
     """Returns the run's events with this name, skipping the ``first`` lines of the file."""
-    return [entry for entry in read_lines(folder / run_folder.EVENTS)[first:] if entry.get("event") == event]
+    entries = islice(records_in(folder / run_folder.EVENTS), first, None)
+    return [entry for entry in entries if entry.get("event") == event]
+
+
+def event_count(folder: Path) -> int:
+    """Returns the number of the run's events so far."""
+    return sum(1 for _ in records_in(folder / run_folder.EVENTS))
+
+
+def event_lines(folder: Path) -> str:
+    """Returns the lines of ``events.jsonl`` that may say why a run failed: no samples of text, and at most the last
+    16 MiB of the others.
+    """
+    kept, size = deque[bytes](), 0
+    for line in Lines(folder / run_folder.EVENTS).new():
+        if line.startswith(b"{") and _SAMPLES not in line:
+            kept.append(line)
+            size += len(line)
+            while size > _MOST_BYTES:
+                size -= len(kept.popleft())
+    return b"".join(kept).decode(errors="replace")
 
 
 def samples_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[tuple[str, str]]]:

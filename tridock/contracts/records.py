@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.forms import is_node_name
@@ -14,6 +14,8 @@ from tridock.errors import Problem, RequestError
 Record = dict[str, Any]
 Evaluations = dict[str, list[Record]]
 _END_BYTES: Final = 1 << 16
+_LONGEST_LINE: Final = 4 << 20
+"""Bytes. A longer line is no record, and is read in parts."""
 _DEEPEST: Final = 20
 _MOST: Final = 2.0**1000
 
@@ -30,7 +32,7 @@ def read_lines(path: Path, last_bytes: int | None = None) -> list[Record]:
 
     ``last_bytes`` reads only the end of the file, because the metrics of a long run are large.
     """
-    return list(_objects(path, last_bytes))
+    return list(records_in(path, last_bytes))
 
 
 def latest(events: Sequence[Record], field: str) -> Any:
@@ -52,7 +54,7 @@ def read_metrics(folder: Path) -> tuple[list[Record], Evaluations]:
     """
     iterations: dict[int, Record] = {}
     evaluations: dict[str, dict[int, Record]] = {}
-    for record in _objects(folder / run_folder.METRICS):
+    for record in records_in(folder / run_folder.METRICS):
         if "iteration" not in record:
             continue
         if "split" in record:
@@ -149,8 +151,8 @@ class Lines:
             if status.st_ino != self.inode or status.st_size < self.offset:
                 self.inode, self.offset = status.st_ino, 0
             file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            for line in lines_in(file):
+                if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                     return
                 self.offset += len(line)
                 yield line
@@ -194,8 +196,8 @@ def read_value(path: Path) -> Any:
         return None
 
 
-def _objects(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
-    # Line by line, because the metrics of a long run are large.
+def records_in(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
+    """Yields what :func:`read_lines` returns, one by one: the metrics of a long run do not fit into memory."""
     if not path.exists():
         return
     with RequestError.in_place_of(OSError, path, "cannot be read", "make it a file that you can read"):
@@ -205,9 +207,14 @@ def _objects(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
     with file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
-        for line in file:
+        for line in lines_in(file):
             if (record := record_of(line)) is not None:
                 yield record
+
+
+def lines_in(file: IO[bytes]) -> Iterator[bytes]:
+    """Yields the rest of a file of records by lines, one that is too long for a record in parts."""
+    return iter(lambda: file.readline(_LONGEST_LINE), b"")
 
 
 def _decoded(data: str | bytes) -> Any:

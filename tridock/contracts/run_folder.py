@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -129,9 +130,14 @@ def read_text(path: Path) -> str:
 
 
 def write_atomic(
-    path: Path, content: bytes | IO[bytes], mode: int | None = None, *, durable: bool = True, dir_fd: int | None = None
+    path: Path,
+    content: bytes | IO[bytes] | Iterator[bytes],
+    mode: int | None = None,
+    *,
+    durable: bool = True,
+    dir_fd: int | None = None,
 ) -> None:
-    """Writes bytes, or the rest of a stream, to a file: atomically, with this ``mode`` or else what the umask leaves.
+    """Writes bytes, a stream or parts to a file: atomically, with this ``mode`` or else what the umask leaves.
 
     A file that is not ``durable`` may be empty after a power failure; writing it takes no wait for the disk.
     ``dir_fd``: the folder that ``path``, then a mere name, is in.
@@ -146,7 +152,10 @@ def write_atomic(
         with os.fdopen(descriptor, "wb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            shutil.copyfileobj(io.BytesIO(content) if isinstance(content, bytes) else content, file, 1 << 20)
+            if isinstance(content, (bytes, io.IOBase)):
+                shutil.copyfileobj(io.BytesIO(content) if isinstance(content, bytes) else content, file, 1 << 20)
+            else:
+                file.writelines(content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

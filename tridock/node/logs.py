@@ -31,12 +31,12 @@ _START_S: Final = 120.0
 def follow_with_keepalive(folder: Path, offset: int) -> int:
     """Like :func:`follow`, with BEAT and END for ``fab``; errors are part of the output."""
     try:
-        return follow(folder, offset, marked=True)
+        code = follow(folder, offset, marked=True)
     except TridockError as error:
         _write(f"{error}\n".encode())
-        return error.exit_code
-    finally:
-        _write(run_folder.END)
+        code = error.exit_code
+    _write(run_folder.END)  # not of an end by a signal, or by an error of its disk
+    return code
 
 
 def follow(folder: Path, offset: int = 0, *, marked: bool = False) -> int:
@@ -118,10 +118,9 @@ class _Tail:
             self._print(self._lines.rest() if is_last else self._lines.state())
 
     def _print(self, text: bytes) -> None:
-        for line in text.splitlines(keepends=True) if self._prefix else [text]:
-            sys.stdout.buffer.write(self._prefix + line)
-        if self._prefix and text and not text.endswith(b"\n"):
-            sys.stdout.buffer.write(b"\n")
+        if self._prefix and text:
+            text = self._prefix + text.removesuffix(b"\n").replace(b"\n", b"\n" + self._prefix) + b"\n"
+        sys.stdout.buffer.write(text)
 
 
 class _RunHere:

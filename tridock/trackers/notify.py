@@ -15,7 +15,7 @@ from typing import Any, Final
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event
 from tridock.contracts.node_answers import Space
-from tridock.contracts.records import Record, last_iterations, read_lines, read_object
+from tridock.contracts.records import Record, last_iterations, read_object, records_in
 from tridock.contracts.run_folder import write_atomic
 from tridock.contracts.run_state import RunState, exit_code_of, state_of
 from tridock.contracts.supervision import Supervision
@@ -116,7 +116,7 @@ def notify(folder: Path, supervision: Supervision, clock: Callable[[], float] = 
     handled, failed = 0, False
     while True:
         state = state_of(folder)
-        events = read_lines(folder / run_folder.EVENTS)
+        events = [it for it in records_in(folder / run_folder.EVENTS) if it.get("event") != Event.SAMPLES]
         found = [*messages(folder.name, events, handled, supervision.head)]
         usage = shutil.disk_usage(folder)
         if (disk := Space(usage.total, usage.free)).is_nearly_full:
@@ -202,5 +202,5 @@ def explained(folder: Path) -> str:
             return done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         pass
-    reasons = [event["reason"] for event in read_lines(folder / run_folder.EVENTS) if event.get("reason")]
+    reasons = [event["reason"] for event in records_in(folder / run_folder.EVENTS) if event.get("reason")]
     return str(reasons[-1]) if reasons else ""

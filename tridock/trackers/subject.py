@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event, events_of
-from tridock.contracts.records import read_metrics, read_object, read_plan
+from tridock.contracts.records import read_object, read_plan, records_in
 from tridock.contracts.run_state import RunState, exit_code_of, state_of
 from tridock.contracts.trackers import find_python
 
@@ -46,8 +47,9 @@ class Subject:
         stages = (read_plan(self.folder).get("memory") or {}).get("stages", ())
         ends = events_of(self.folder, Event.RUN_FINISHED)
         measured = [float(end["peak_memory_bytes"]) for end in ends if end.get("peak_memory_bytes")]
-        logged = [peaks for record in read_metrics(self.folder)[0] if (peaks := record.get("memory_bytes"))]
-        measured += [float(max(peaks)) for peaks in logged[-1:] if isinstance(peaks, list)]
+        records = records_in(self.folder / run_folder.METRICS)
+        logged = deque((peaks for record in records if (peaks := record.get("memory_bytes"))), maxlen=1)
+        measured += [float(max(peaks)) for peaks in logged if isinstance(peaks, list)]
         found = {"memory/planned_gib": [float(it["total_bytes"]) for it in stages], "memory/peak_gib": measured}
         return {name: max(sizes) / 2**30 for name, sizes in found.items() if sizes}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.node.conftest import FINISHED, node, wait_until
+from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.rotated_logs import rotate
+from tridock.errors import ClusterError
 from tridock.node.agent.evidence import evidence
+from tridock.ops.runs.logs import LogStream
+from tridock.remote.host import LocalHost
 
 MakeRun = Callable[..., Path]
 
@@ -59,6 +65,31 @@ def test_output_for_a_remote_reader(make_run: MakeRun) -> None:
     marked = subprocess.run([*words, "--keepalive"], capture_output=True, check=True).stdout
     assert marked == b"one\4two\0\0+\0\0." + run_folder.END
     assert subprocess.run(words, capture_output=True, check=True).stdout == b"one\4two\0+\0."
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_program_that_prints_every_mark_does_not_hide_the_end_of_its_node(make_run: MakeRun, number: int) -> None:
+    printed = bytes(range(32)) + run_folder.BEAT + run_folder.END
+    folder = make_run(f'cat "$FOLDER/printed"; while [ ! -e "$FOLDER/go" ]; do sleep 0.05; done; {FINISHED}')
+    (folder / "printed").write_bytes(printed)
+    assert node("start", str(folder)).returncode == 0
+    words = (sys.executable, "-m", "tridock.node", "follow", "--keepalive", str(folder))
+    following = LocalHost().stream(Command.of("sh", "-c", 'echo $$; exec "$@"', "sh", *words))
+    stream = LogStream(following, "a", folder.name)
+    shown = b""
+
+    def show() -> None:
+        nonlocal shown
+        for part in stream:
+            shown += part
+            if printed in shown:
+                os.kill(int(shown.split()[0]), number)
+
+    with pytest.raises(ClusterError, match=f"a: its node ended while {folder.name} was followed"):
+        show()
+    assert shown.partition(b"\n")[2].startswith(printed)
+    (folder / "go").touch()
+    wait_until((folder / "exit_code").exists)
 
 
 @pytest.mark.parametrize("options", [("0",), ("0", "--prefix")], ids=["one", "prefixed"])

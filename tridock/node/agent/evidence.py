@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import Event, events_of
+from tridock.contracts.events import Event, event_lines, events_of
 from tridock.contracts.node_answers import Evidence
 from tridock.contracts.records import last_iterations, read_plan
 from tridock.contracts.rotated_logs import tail
@@ -31,7 +31,7 @@ def evidence(folder: Path) -> Evidence:
         return Evidence()
     logs = {path.stem.removeprefix("rank-"): path for path in (folder / "logs").glob("rank-*.log")}
     return Evidence(
-        events=run_folder.read_text(folder / run_folder.EVENTS),
+        events=event_lines(folder),
         logs={int(rank): _end(path) for rank, path in logs.items() if rank.isdecimal()},
         printed=_printed(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),
         launcher=_end(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),

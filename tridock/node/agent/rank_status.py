@@ -15,6 +15,7 @@ from tridock.contracts.hang_limits import LIMITS, PROGRESS_BYTES
 from tridock.contracts.heartbeat import Heartbeat
 from tridock.contracts.process_records import ProcessRecord
 from tridock.contracts.rank_status import LinkFaults, RankStatus
+from tridock.contracts.rotated_logs import tail
 from tridock.node.agent.flight_records import DUMPS_S, ask_for_dumps, wait_for_dumps
 from tridock.node.agent.links import link_counters, link_faults
 from tridock.node.agent.memory_kills import memory_kills
@@ -25,6 +26,7 @@ from tridock.node.process_end import process_state, reaped_status
 
 _SEARCH_S: Final = 2.0
 _STACKS_S: Final = 1.0
+_STACKS_BYTES: Final = 1 << 20
 _RECORD_S: Final = 3.0
 """Seconds for the record of a rank's end, after the agent sees that the rank is gone."""
 
@@ -214,7 +216,8 @@ class RankMonitor:
         texts = program_stacks(others, find_processes(self.folder.name)) if others else {}
         if asked:
             time.sleep(_STACKS_S)
-        texts |= {rank: path.read_bytes()[size:].decode(errors="replace") for rank, (path, size) in asked.items()}
+        written = {rank: tail(path, _STACKS_BYTES, size) for rank, (path, size) in asked.items()}
+        texts |= {rank: text.decode(errors="replace") for rank, text in written.items()}
         for rank, text in texts.items():
             with (self.folder / run_folder.rank_log(rank)).open("a") as log:
                 log.write(f"tridock: rank {rank} makes no progress; its threads:\n{text}")

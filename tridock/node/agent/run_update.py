@@ -1,20 +1,25 @@
 """The new records of a run on this node for remote watchers, downsampled if there are many."""
 
 import math
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import run_folder
+from tridock.contracts.events import samples_of
 from tridock.contracts.node_answers import RankProgress, RunUpdate
-from tridock.contracts.records import Lines, Record, read_lines, read_plan, read_value, record_of
+from tridock.contracts.records import Lines, Record, read_plan, read_value, record_of, records_in
 from tridock.contracts.run_state import exit_code_of, state_of
 
 _MOST: Final = 3000
 """Maximum number of records in one answer: those of each interval with the lowest and the highest loss."""
 _MOST_EVENTS: Final = 200
+_LOSS: Final = re.compile(rb'"loss": (-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)[,}]')
 
 
 def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
@@ -24,18 +29,26 @@ def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
     ``inode`` is that of the previously read file: a resumed run writes a new one, which is read from its start.
     """
     path, state = folder / run_folder.METRICS, state_of(folder)  # the state first: its last records are then read
-    appended = Lines(path, offset, inode)
-    lines = list(appended.new())
-    known = read_lines(folder / run_folder.EVENTS)
+    appended, count, size = Lines(path, offset, inode), 0, 0
+    for line in appended.new():
+        count, size = count + 1, size + len(line)
+    again = islice(Lines(path, offset, inode).new(), count)  # they do not all fit into memory
+    known, last, texts = 0, deque[Record](maxlen=_MOST_EVENTS), Record()  # only the newest samples have their texts
+    for known, event in enumerate(records_in(folder / run_folder.EVENTS), 1):
+        if known > events:
+            last.append(event)
+            if samples_of((event,)):
+                texts.pop("samples", None)
+                texts = event
     return RunUpdate(
         state=state,
         exit_code=exit_code_of(folder),
         offset=appended.offset,
         inode=appended.inode,
-        replaces_earlier=appended.offset == sum(map(len, lines)),
-        records=tuple(_thinned(lines)),
-        events=tuple(known[events:][-_MOST_EVENTS:]),
-        event_count=len(known),
+        replaces_earlier=appended.offset == size,
+        records=tuple(_thinned(again, count)),
+        events=tuple(last),
+        event_count=known,
         ranks=tuple(_ranks(folder)),
         plan=_plan(folder) if events == 0 else {},
         age_s=_age(path),
@@ -71,30 +84,29 @@ def _age(path: Path) -> float | None:
         return None
 
 
-def _thinned(lines: Sequence[bytes]) -> Iterator[Record]:
-    """Yields the records; from a long part only evaluations, the first, the last, and two per interval."""
-    if len(lines) <= _MOST:
+def _thinned(lines: Iterable[bytes], count: int) -> Iterator[Record]:
+    """Yields the records of so many lines; of many only evaluations, the first, the last, and two per interval."""
+    if count <= _MOST:
         yield from filter(None, map(_record, lines))
         return
-    size = math.ceil(len(lines) / (_MOST // 2))
-    for begin in range(0, len(lines), size):
-        interval = [record for line in lines[begin : begin + size] if (record := _record(line)) is not None]
-        training = [record for record in interval if "split" not in record]
-        kept = [record for record in interval if "split" in record]
+    size = math.ceil(count / (_MOST // 2))
+    for begin in range(0, count, size):
+        interval = list(islice(lines, size))
+        training = [line for line in interval if b'"split"' not in line]
+        kept = {id(line) for line in interval if b'"split"' in line}
         if training:
-            kept += [min(training, key=_loss), max(training, key=_loss)]
+            kept |= {id(min(training, key=_loss)), id(max(training, key=_loss))}
             if begin == 0:
-                kept.append(training[0])
-            if begin + size >= len(lines):
-                kept.append(training[-1])
-        numbers = {id(record) for record in kept}
-        yield from (record for record in interval if id(record) in numbers)
+                kept.add(id(training[0]))
+            if begin + size >= count:
+                kept.add(id(training[-1]))
+        yield from filter(None, (_record(line) for line in interval if id(line) in kept))
 
 
-def _loss(record: Record) -> float:
-    """Sort key; a loss that is not finite sorts highest."""
-    value = record.get("loss")
-    return float(value) if isinstance(value, int | float) else math.inf
+def _loss(line: bytes) -> float:
+    """Sort key; a loss that is not finite sorts highest. Decoding millions of lines would take minutes."""
+    found = _LOSS.search(line)
+    return float(found[1]) if found else math.inf
 
 
 def _record(line: bytes) -> Record | None:

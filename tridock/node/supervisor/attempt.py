@@ -8,10 +8,9 @@ from typing import Final
 
 from tridock.contracts import heartbeat, process_records, run_folder
 from tridock.contracts.appends import append
-from tridock.contracts.events import Cause, Event, append_event, events_of
+from tridock.contracts.events import Cause, Event, append_event, event_count, events_of
 from tridock.contracts.hang_limits import STEPS, learnt_s
 from tridock.contracts.lease import HeldLease
-from tridock.contracts.records import read_lines
 from tridock.contracts.run_state import mark_stopped
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RunError
@@ -83,7 +82,7 @@ class Attempt:
         self._folder, self._supervision, self._lease = folder, supervision, lease
         self._agents, self._observations = agents, observations
         self.steps = Iterations()
-        self.events_before = len(read_lines(folder / run_folder.EVENTS))
+        self.events_before = event_count(folder)
         self._launcher: LauncherProcess | None = None
         self._says_limit = True
 

@@ -11,8 +11,8 @@ from typing import Final
 
 from tridock.cluster.hostfile import parse_hostfile
 from tridock.contracts import run_folder
-from tridock.contracts.events import Event, append_event, events_of
-from tridock.contracts.records import read_lines, read_object
+from tridock.contracts.events import Event, append_event, event_count, events_of
+from tridock.contracts.records import read_object, records_in
 from tridock.contracts.run_state import LOCK
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import dump_experiment, load_command
@@ -63,7 +63,7 @@ def supervise(job: Job) -> int:
         run_folder.write_atomic(job.folder / run_folder.EXIT_CODE, f"{error.exit_code}\n".encode())
         raise
     own, ranks = prepared.assessment is None, max(map(len, prepared.slots.values()))
-    events_before = len(read_lines(job.folder / run_folder.EVENTS))
+    events_before = event_count(job.folder)
     code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s, secrets=trackers.secrets)
     if job.requeue and (reason := _reason(job.folder, code, events_before, own)) is not None:
         _queue_again(job.folder, reason, own)
@@ -247,7 +247,7 @@ def _reached(folder: Path, own: bool) -> int | None:
     """Returns the iteration of the newest recorded checkpoint; for your own program, whose checkpoints are unknown, the
     furthest iteration that it printed, or None."""
     if own:
-        printed = [record.get("iteration") for record in read_lines(folder / run_folder.METRICS)]
+        printed = (record.get("iteration") for record in records_in(folder / run_folder.METRICS))
         return max((number for number in printed if isinstance(number, int)), default=None)
     saved = [event.get("iteration") for event in events_of(folder, Event.CHECKPOINT_SAVED)]
     return max((int(number) for number in saved if number is not None), default=0)

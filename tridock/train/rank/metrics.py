@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tridock.contracts.events import append_line
+from tridock.contracts.records import lines_in
 from tridock.contracts.run_folder import METRICS, TENSORBOARD, write_atomic
 
 
@@ -38,10 +39,10 @@ class Metrics:
         """
         if not self._active or not self._path.exists():
             return
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _iteration_of(line) <= iteration]
-        if len(kept) < len(lines):
-            write_atomic(self._path, b"".join(kept))
+        with self._path.open("rb") as file:  # the metrics of a long run do not fit into memory
+            if any(_iteration_of(line) > iteration for line in lines_in(file)):
+                file.seek(0)
+                write_atomic(self._path, (line for line in lines_in(file) if _iteration_of(line) <= iteration))
 
     def iteration(self, fields: dict[str, Any]) -> None:
         """Writes a logged iteration with the fields of docs/architecture.md."""

@@ -208,12 +208,18 @@ lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 	tools/shell-scripts.sh | xargs shellcheck --external-sources
 	hadolint Dockerfile Dockerfile.wrap $(wildcard tests/*/*/Dockerfile)
 
+BLOCKS = unit-torch unit-others processes distributed integration
+
 # One after the other: at once they are hardly quicker, and each waits twice as long for whatever it has started.
 .PHONY: test
 test: .venv/.full .venv/.trackers ## All tests but the full matrices (those with Docker are skipped where no engine answers)
 	@rm -f .cache/tests/*.xml .cache/tests/*.json
 	-@$(MAKE) --no-print-directory --keep-going test-unit test-processes test-distributed test-integration
-	@python tools/test_verdict.py .cache/tests unit-torch unit-others processes distributed integration
+	@python tools/test_verdict.py .cache/tests $(BLOCKS)
+
+.PHONY: test-verdict
+test-verdict: ## How far a `make test` came that was ended
+	@python tools/test_verdict.py --so-far .cache/tests $(BLOCKS)
 
 .PHONY: test-full
 test-full: ## All tests, the full matrices too; in parts with PART=1/4 and so on

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 _LINES = 6
 _failed: dict[str, str] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Where workers run the tests, SIGTERM ends them as Ctrl-C does: what they have seen so far is recorded."""
+    if config.getoption("numprocesses", None):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _said(report: pytest.TestReport | pytest.CollectReport) -> str:

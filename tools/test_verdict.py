@@ -1,11 +1,11 @@
 """Ends `make test`: runs what failed once more, alone, and says in its last lines how all of it went.
 
-python tools/test_verdict.py FOLDER BLOCK...
+python tools/test_verdict.py [--so-far] FOLDER BLOCK...
 
 A block of tests is BLOCK.xml and BLOCK.json in the folder: pytest's JUnit file and tests/recorded.py's record. Tests
 that failed beside others run again, one at a time with nothing beside them. If they pass then, the exit code is 0, and
 the last lines name them as "passed only alone". It is 1 if one fails again, if more than MOST_AGAIN failed, or if a
-block has no record, because it did not come to its end.
+block has no record, because it did not come to its end. ``--so-far``: the time is up, and nothing runs again.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def _named(failed: dict[str, str], how: str) -> None:
         print(textwrap.indent("\n".join(line[:200] for line in said.splitlines()), "    "))
 
 
-def main(folder: Path, names: list[str]) -> int:
+def main(folder: Path, names: list[str], *, most_again: int) -> int:
     blocks = [Block.read(folder, name) for name in names]
     first = {test: said for block in blocks for test, said in (block.failed or {}).items()}
     green, passed_alone, failed = all(block.ended for block in blocks), dict[str, str](), first
-    if 0 < len(first) <= MOST_AGAIN:
+    if 0 < len(first) <= most_again:
         print(f"\nonce more, one at a time: {', '.join(first)}", flush=True)
         alone = again(folder, [*first])
         if alone.exit_code in (0, 1):
@@ -111,4 +111,5 @@ def main(folder: Path, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    words = [word for word in sys.argv[1:] if word != "--so-far"]
+    sys.exit(main(Path(words[0]), words[1:], most_again=MOST_AGAIN if words == sys.argv[1:] else 0))

@@ -99,3 +99,31 @@ def test_no_test_is_not_green(project: Path) -> None:
     code, lines = verdict(project, "nothing_of_that_name")
     assert code == 1
     assert lines[-3] == "no test was selected"
+
+
+WAITS = """
+import time
+
+def test_waits():
+    time.sleep(9999)
+"""
+
+
+def test_of_tests_that_were_ended_it_says_how_far_they_came(project: Path) -> None:
+    (project / "test_z.py").write_text(WAITS)
+    options = ("-m", "pytest", "-n", "1", "-v", "--junitxml=records/unit.xml", "-k", "passes or broken or waits")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        (sys.executable, *options), cwd=project, env=env, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert any("FAILED test_x.py::test_broken" in line for line in running.stdout)
+        running.terminate()
+    done = python(project, str(ROOT / "tools" / "test_verdict.py"), "--so-far", "records", "unit", "other")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert any(line.startswith("unit ") and "; pytest ended with exit code " in line for line in lines)
+    assert "other        did not come to its end" in lines
+    assert "FAILED: test_x.py::test_broken" in lines
+    assert lines[-2:] == ["tests: RED", "1 passed, 1 failed, 0 skipped"]
+    assert not any(line.startswith("once more") for line in lines)

@@ -22,7 +22,7 @@ PROVOKED: Final = {
     "no-such-interface": _RANKS,
     "rendezvous": _RANKS,
     "loss-not-finite": _RANKS,
-    "nothing-trained": "distributed/test_ill_health.py",
+    "nothing-trained": "distributed/ill_health.py",
     "vocabulary-too-small": _RANKS,
     "checkpoint-of-another-layout": _RANKS,
     "checkpoint-corrupted": _RANKS,

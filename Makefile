@@ -198,7 +198,7 @@ PROCESS_TESTS = tests/shell tests/unit/trackers \
 # What TESTS or SELECT selects may all be in the other half.
 OR_NONE = || [[ $$? == 5 ]]
 # Tests that call make themselves do not share the jobs of this one.
-PYTEST = env -u MAKEFLAGS -u MFLAGS pytest -m '$(SELECT)' $(if $(PART),--part $(PART)) --junitxml=.cache/tests/$(@:test-%=%).xml
+PYTEST = env -u MAKEFLAGS -u MFLAGS pytest -m '$(SELECT)' $(if $(PART),--part $(PART)) --report-log=.cache/tests/$(@:test-%=%).jsonl
 
 .PHONY: lint
 lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
@@ -213,7 +213,7 @@ BLOCKS = unit-torch unit-others processes distributed integration
 # One after the other: at once they are hardly quicker, and each waits twice as long for whatever it has started.
 .PHONY: test
 test: .venv/.full .venv/.trackers ## All tests but the full matrices (those with Docker are skipped where no engine answers)
-	@rm -f .cache/tests/*.xml .cache/tests/*.json
+	@rm -f .cache/tests/*.jsonl
 	-@$(MAKE) --no-print-directory --keep-going test-unit test-processes test-distributed test-integration
 	@python tools/test_verdict.py .cache/tests $(BLOCKS)
 
@@ -228,7 +228,7 @@ test-full: ## All tests, the full matrices too; in parts with PART=1/4 and so on
 .PHONY: test-unit
 test-unit: .venv/.full ## What needs no process, no ranks and no Docker
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-unit-torch test-unit-others
-	@grep -q '<testcase' .cache/tests/unit-*.xml || { echo "TESTS: selects no test" >&2; exit 5; }
+	@grep -q '"TestReport"' .cache/tests/unit-*.jsonl || { echo "TESTS: selects no test" >&2; exit 5; }
 
 # Two processes, one for each core: workers would each collect all tests again. One imports torch, and has the tests of
 # data/ too, so that both take as long.

@@ -15,12 +15,6 @@ import pytest
 from hypothesis import settings
 
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
-from tests.recorded import (  # noqa: F401  (hooks)
-    pytest_cmdline_main,
-    pytest_collectreport,
-    pytest_runtest_logreport,
-    pytest_sessionfinish,
-)
 
 # A shell that starts the tests in its background lets them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

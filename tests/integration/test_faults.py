@@ -271,7 +271,9 @@ def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin, launcher: str, co
     changes = {"train.train_iters": 600, "launch.launcher": launcher, "launch.hang_timeout": WORK_S}
     with twin.launched(stops_beyond=1, **changes) as run:
         watch = f"tridock.node agent .*{run.run_id} {OTHER}"
-        first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")
+        watching = f"pgrep -o -f -- '{watch}'"
+        wait_until(lambda: twin.inside(OTHER, watching) != "", "the other node is watched")
+        first = twin.inside(OTHER, watching)
         twin.end_session(OTHER, watch)
         twin.end_session(OTHER, f"{command} .*{run.run_id}")
         wait_until(lambda: twin.inside(OTHER, f"pgrep -n -f -- '{watch}'") not in ("", first), "another watch")

@@ -63,18 +63,19 @@ TINY = {
 }  # fmt: skip
 
 
-def build_host_image(store: str | None = HOST_STORE) -> None:
+def build_host_image(image: str = HOST_IMAGE, store: str | None = HOST_STORE) -> None:
     """Builds the image of a Docker host, with Debian's Docker or another one. The engine unpacks with pigz, which
-    Docker's own packages recommend."""
+    Docker's own packages recommend. Other workers may start hosts of it, or build it, meanwhile."""
+    debian = image if HOST_DOCKER is None else f"{HOST_IMAGE}-debian"
     proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
     arguments = [word for name in proxies for word in ("--build-arg", name)]
     folder = str(ROOT / "tests/integration/docker_host")
-    succeed("docker", "build", "--quiet", *arguments, "--tag", HOST_IMAGE, folder)
+    succeed("docker", "build", "--quiet", *arguments, "--tag", debian, folder)
     if HOST_DOCKER is not None:
         features = {} if store is None else {"features": {"containerd-snapshotter": store == "containerd"}}
         install = f"mkdir -p /etc/docker && echo '{json.dumps(features)}' >/etc/docker/daemon.json"
-        recipe = f"FROM {HOST_IMAGE}\nCOPY . /usr/local/bin/\nRUN {install}\n"
-        succeed("docker", "build", "--quiet", "--tag", HOST_IMAGE, "--file", "-", HOST_DOCKER, input=recipe)
+        recipe = f"FROM {debian}\nCOPY . /usr/local/bin/\nRUN {install}\n"
+        succeed("docker", "build", "--quiet", "--tag", image, "--file", "-", HOST_DOCKER, input=recipe)
 
 
 def copy_tree(folder: Path) -> Path:

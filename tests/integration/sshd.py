@@ -56,10 +56,20 @@ def serving(talk: Callable[[socket.socket], object]) -> Iterator[int]:
         server.shutdown(socket.SHUT_RDWR)
 
 
+_taken: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """One that the kernel gives to nobody by itself: until it is used, another process would get it."""
+    """One that the kernel gives to nobody by itself, and no other process of the tests takes while this one lives.
+
+    A socket that is bound, and does not listen, has it: connections are refused, and a server may listen there.
+    """
     for port in random.SystemRandom().sample(range(10_000, 20_000), 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with suppress(OSError):
+            taken = socket.socket()
+            taken.bind(("127.0.0.1", port))  # before it lets others in, so that it fails beside another's
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _taken.append(taken)
             return port
     raise AssertionError("no port is free")
 

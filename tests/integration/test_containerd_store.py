@@ -31,14 +31,14 @@ RECEIVED = "cat /sys/class/net/eth0/statistics/rx_bytes"
 @pytest.fixture(scope="module")
 def rack(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
     """One host with Debian 13's Docker, or the one that TRIDOCK_HOST_DOCKER names."""
-    build_host_image("containerd")
     if HOST_DOCKER is None:
+        build_host_image()
         variables = [name for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
         arguments = [f"--build-arg={name}" for name in (*variables, f"HOST_IMAGE={HOST_IMAGE}")]
         folder = f"{ROOT}/tests/integration/containerd_host"
         succeed("docker", "build", "--quiet", *arguments, "--tag", IMAGE, folder)
     else:
-        succeed("docker", "tag", HOST_IMAGE, IMAGE)
+        build_host_image(IMAGE, "containerd")
     made = Rack(own_name(), tmp_path_factory.mktemp("containerd"))
     (made.project / "hostfiles").mkdir(parents=True)
     (made.folder / "image/blobs").mkdir(parents=True)

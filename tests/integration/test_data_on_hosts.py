@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,11 +62,9 @@ def expected(data: Path, *names: str) -> str:
     return "".join(execute("sha256sum", name, cwd=data).stdout for name in names or FILES)
 
 
-def in_node(rack: Rack, script: str) -> None:
-    """Runs a script on host-b as root, in the file system of its node."""
-    rack["host-b"].sh(
-        f"nsenter -m -t $(docker inspect --format '{{{{.State.Pid}}}}' tridock-{NAME}) sh -c \"$1\"", script
-    )
+def in_node(rack: Rack, script: str, host: str = "host-b") -> None:
+    """Runs a script on a host as root, in the file system of its node."""
+    rack[host].sh(f"nsenter -m -t $(docker inspect --format '{{{{.State.Pid}}}}' tridock-{NAME}) sh -c \"$1\"", script)
 
 
 @contextmanager
@@ -136,6 +135,24 @@ def test_a_disk_that_both_hosts_see_gets_one_copy(rack: Rack, data: Path) -> Non
     assert listed(rack, "host-b", f"{SHARED}/corpus") == ["w"]
 
 
+HELD = """#!/bin/sh
+{ stdbuf -o0 head -c 20000000; until [ -e /tmp/go ]; do sleep 0.1; done; cat; } | /usr/bin/flock "$@"
+"""
+"""Stands before the rsync that receives: it passes the beginning on, and the rest later."""
+
+
+@contextmanager
+def held(rack: Rack) -> Iterator[None]:
+    """While no node receives more than the beginning of what is sent to it."""
+    for host in rack.hosts:
+        in_node(rack, f"printf %s {shlex.quote(HELD)} >/usr/local/bin/flock; chmod 755 /usr/local/bin/flock", host)
+    try:
+        yield
+    finally:
+        for host in rack.hosts:
+            in_node(rack, "touch /tmp/go; rm /usr/local/bin/flock", host)
+
+
 @pytest.mark.full  # test_data_over_ssh.py
 def test_ctrl_c_in_the_middle_and_the_rest_afterwards(rack: Rack, data: Path) -> None:
     folder = f"{WORKSPACE}/data/large"
@@ -149,7 +166,8 @@ def test_ctrl_c_in_the_middle_and_the_rest_afterwards(rack: Rack, data: Path) ->
         sizes = [host.execute(f"stat -c %s {folder}/.big.bin.* {folder}/.tridock-part/big.bin").stdout for host in rack]
         return [int(size or 0) for size in sizes]
 
-    with rack.attached("data", "--path", "data/large", hosts=HOSTS) as terminal:
+    assert rack.fab("up", hosts=HOSTS).returncode == 0
+    with held(rack), rack.attached("data", "--path", "data/large", hosts=HOSTS) as terminal:
         wait_until(lambda: min(arrived()) > 4_000_000, "some of it is there")
         assert terminal.interrupt() == 130
         assert terminal.text().splitlines()[-1] == "interrupted"

@@ -132,17 +132,17 @@ class Run:
         wait_until(lambda: trains() or self.terminal.process.poll() is not None, "its ranks train", WORK_S)
         assert trained, self.terminal.text()
 
-    def stop_other(self, beyond: int) -> None:
+    def stop_other(self, beyond: int, rank: int = 1) -> None:
         """Stops the other node's rank, for which the head's waits, in mid-training.
 
         Inside the node: asked from here on a busy machine, the run could be over between two answers.
         """
-        beat = f"/workspace/runs/{self.run_id}/{heartbeat.FOLDER}/rank-1"
+        beat = f"/workspace/runs/{self.run_id}/{heartbeat.FOLDER}/rank-{rank}"
         past = f'[ "$phase" = train ] && [ "$iteration" -gt {beyond} ]'
         script = f'until read -r _ _ _ iteration phase _ <"{beat}" && {past}; do sleep 0.02; done 2>/dev/null'
-        rank = f"{RANK}.*{self.run_id}"
-        self.twin.inside(OTHER, f"timeout {STEP_S} bash -c {shlex.quote(script)} && pkill -o -STOP -f -- '{rank}'")
-        stopped = f"pgrep -o -r T -f -- '{rank}'"
+        process = f"{RANK}.*{self.run_id}"
+        self.twin.inside(OTHER, f"timeout {STEP_S} bash -c {shlex.quote(script)} && pkill -o -STOP -f -- '{process}'")
+        stopped = f"pgrep -o -r T -f -- '{process}'"
         wait_until(lambda: self.twin.inside(OTHER, stopped) != "", "its rank on the other node is stopped")
 
     def continue_other(self) -> None:
@@ -271,7 +271,9 @@ def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin, launcher: str, co
     changes = {"train.train_iters": 600, "launch.launcher": launcher, "launch.hang_timeout": WORK_S}
     with twin.launched(stops_beyond=1, **changes) as run:
         watch = f"tridock.node agent .*{run.run_id} {OTHER}"
-        first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")
+        watching = f"pgrep -o -f -- '{watch}'"
+        wait_until(lambda: twin.inside(OTHER, watching) != "", "the other node is watched")
+        first = twin.inside(OTHER, watching)
         twin.end_session(OTHER, watch)
         twin.end_session(OTHER, f"{command} .*{run.run_id}")
         wait_until(lambda: twin.inside(OTHER, f"pgrep -n -f -- '{watch}'") not in ("", first), "another watch")

@@ -145,12 +145,12 @@ def test_rsync_passes_through_every_login_shell(login: Login, shell: str, tmp_pa
 def test_a_start_up_file_that_takes_the_commands_place_is_named(
     login: Login, monkeypatch: pytest.MonkeyPatch, shell: str, text: str, stdin: bytes | None
 ) -> None:
-    monkeypatch.setattr("tridock.remote.ssh._SHELL_S", 1.0)
-    host = login(shell, text, connect_timeout=4.0)
     command = Command.of("cat", stdin=stdin)
     if "read" in text and stdin is None:  # its end is all that it reads
-        assert host.run(command, timeout=STEP_S).exit_code == 0
+        assert login(shell, text).run(command, timeout=STEP_S).exit_code == 0
         return
+    monkeypatch.setattr("tridock.remote.ssh._SHELL_S", 1.0)
+    host = login(shell, text, connect_timeout=4.0)
     said = message(lambda: host.run(command, timeout=STEP_S))
     assert said.startswith("node-1: its login shell ends or waits before it runs a command; got ")
     assert f"~/{START_UP[shell]}" in said

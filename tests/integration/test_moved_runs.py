@@ -150,9 +150,11 @@ def test_a_head_that_stood_still_leaves_the_run_to_its_successor(twin: Twin, cal
     with twin.launched(stops_beyond=WHOLE, **LENGTH, **RESTART) as run:
         twin.signal(HEAD, "STOP", supervisor)
         wait_until(lambda: run.events("run_restarted") != [], "the run continues", WORK_S)
+        run.stop_other(beyond=WHOLE + 20, rank=0)  # it is not over before the old supervisor has looked at it
         twin.signal(HEAD, "CONT", supervisor)
         wait_until(lambda: not twin.inside(HEAD, f"pgrep -f '{supervisor}'"), "the old supervisor has ended")
         assert not (run.folder / "exit_code").exists()
+        run.continue_other()
         wait_until((run.folder / "exit_code").exists, "the run ends", WORK_S)
         assert (run.folder / "exit_code").read_text() == "0\n"
         assert [event["node"] for event in run.events("taken_over")] == [HEAD]

@@ -178,9 +178,9 @@ def test_a_key_with_a_passphrase_needs_an_agent(
     socket_path = tmp_path / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(socket_path)], stdout=subprocess.DEVNULL)
     try:
-        wait_until(socket_path.exists)
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket_path))
-        subprocess.run(["ssh-add", "-q", plain], check=True)
+        # The socket is there a moment before the agent listens.
+        wait_until(lambda: subprocess.run(["ssh-add", "-q", plain], check=False).returncode == 0)
         assert sshd.host().run(Command.of("echo", "in")).stdout == b"in\n"
     finally:
         agent.kill()

@@ -18,7 +18,6 @@ from tests.integration.sshd import (
     make_key,
     message,
     public,
-    running,
     serving,
     wait_until,
 )
@@ -38,13 +37,19 @@ def test_refused(tmp_path: Path) -> None:
     assert time.monotonic() - begin > 0.3
 
 
-def test_refused_at_first(make_sshd: Callable[..., Sshd]) -> None:
-    sshd = make_sshd()
+def test_refused_at_first(make_sshd: Callable[..., Sshd], tmp_path: Path) -> None:
+    sshd, tries = make_sshd(), tmp_path / "tries"
     sshd.stop()
-    timer = threading.Timer(0.8, sshd.start)
-    timer.start()
-    assert sshd.host(retries=6).run(Command.of("echo", "up")).stdout == b"up\n"
-    timer.join()
+    sshd.ssh_config.write_text(f'Match exec "echo try >>{tries}"\n{sshd.ssh_config.read_text()}')
+
+    def start() -> None:  # after one try that was refused: it is tried again
+        wait_until(lambda: tries.exists() and len(tries.read_text().splitlines()) > 1)
+        sshd.start()
+
+    with ThreadPoolExecutor() as pool:
+        started = pool.submit(start)
+        assert sshd.host(retries=100).run(Command.of("echo", "up")).stdout == b"up\n"
+        started.result()
 
 
 def test_a_key_that_is_not_let_in(shared: Sshd, tmp_path: Path) -> None:
@@ -164,7 +169,7 @@ def test_an_sshd_with_few_sessions_gets_more_connections(make_sshd: Callable[...
 
 
 def test_commands_end_while_new_keys_are_exchanged(make_sshd: Callable[..., Sshd]) -> None:
-    sshd = make_sshd("RekeyLimit 256K\nMaxSessions 10")
+    sshd = make_sshd("RekeyLimit 256K\nMaxSessions 100")  # sshd may still be closing those that have ended
     host = sshd.host()
     assert host.run(Command.of("true")).exit_code == 0
     pieces = [bytes(1 << 20)] * 60
@@ -183,18 +188,11 @@ def test_an_sshd_with_which_nothing_is_in_common(make_sshd: Callable[..., Sshd])
 
 def test_a_connection_that_breaks_under_a_command(make_sshd: Callable[..., Sshd]) -> None:
     sshd = make_sshd()
-    host, seconds = sshd.host(), f"9998.{os.getpid()}"
-
-    def has_begun() -> bool:
-        if not running(f"^sleep {seconds}$"):
-            return False
-        time.sleep(0.5)  # for the mark that came before it to arrive here
-        return True
-
-    breaker = break_once(sshd, has_begun)
-    text = message(lambda: host.run(Command.of("sleep", seconds)))
-    breaker.join()
-    assert text.startswith(f"node-1: the connection was lost while `sleep {seconds}` ran; got ")
+    host = sshd.host()
+    with host.start(Command.of("sleep", "9998"), lambda _: None) as process:  # it has begun
+        sshd.end_sessions()
+        text = message(process.wait)
+    assert text.startswith("node-1: the connection was lost while `sleep 9998` ran; got ")
     assert text.endswith("; check whether the host is up, then try again")
     # The next use connects again.
     assert host.run(Command.of("echo", "back")).stdout == b"back\n"
@@ -231,13 +229,26 @@ def break_once(sshd: Sshd, seen: Callable[[], bool]) -> threading.Thread:
     return thread
 
 
+# Waits in the middle of the second file until the test goes on.
+HELD_TAR = """#!/bin/sh
+{ head -c 2000000; until [ -e "$GO" ]; do sleep 0.05; done; cat; } | /bin/tar "$@"
+"""
+
+
 def test_a_tree_that_breaks_leaves_the_old_files(make_sshd: Callable[..., Sshd], tmp_path: Path) -> None:
-    sshd = make_sshd()
-    host, folder = sshd.host(), tmp_path / "out"
-    host.put_tree({"a": b"old", "b": b"old"}, str(folder))
+    programs, go, folder = tmp_path / "programs", tmp_path / "go", tmp_path / "out"
+    programs.mkdir()
+    (programs / "tar").write_text(HELD_TAR)
+    (programs / "tar").chmod(0o755)
+    sshd = make_sshd(environment={"PATH": f"{programs}:{os.environ['PATH']}", "GO": str(go)})
+    host = sshd.host()
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / name).write_bytes(b"old")
     breaker = break_once(sshd, lambda: any(p.stat().st_size > 1_000_000 for p in folder.glob(".put.*/b")))
-    text = message(lambda: host.put_tree({"a": b"new", "b": bytes(200_000_000)}, str(folder)))
+    text = message(lambda: host.put_tree({"a": b"new", "b": bytes(20_000_000)}, str(folder)))
     breaker.join()
+    go.touch()
     assert text.startswith("node-1: the connection was lost while `sh -c ")
     assert (folder / "a").read_bytes() + (folder / "b").read_bytes() == b"oldold"
     wait_until(lambda: sorted(entry.name for entry in folder.iterdir()) == ["a", "b"])

@@ -78,12 +78,13 @@ def test_at_a_terminal_it_has_one(host: Sshd) -> None:
 
 
 def test_ctrl_c_ends_it_there(host: Sshd) -> None:
-    command = ("exec", "h0", "--", "sh", "-c", "touch begun; exec sleep 98765")
+    seconds = f"98765.{os.getpid()}"
+    command = ("exec", "h0", "--", "sh", "-c", f"touch begun; exec sleep {seconds}")
     with subprocess.Popen([*TRIDOCK, *command], stdin=subprocess.DEVNULL) as process:
         wait_until((host.home / "tridock/lab/workspace/begun").exists)
         process.send_signal(signal.SIGINT)
         assert process.wait(STEP_S) == 130
-    wait_until(lambda: not running("sleep 98765"))
+    wait_until(lambda: not running(f"sleep {seconds}"))
 
 
 def test_what_is_refused(host: Sshd) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.integration.slurm_cluster import SHARED, Job, SlurmCluster
 from tests.integration.support import execute, succeed
+from tests.patience import WORK_S
 
 TWO = ("--nodes", "2")
 CORE = (
@@ -190,10 +192,14 @@ def test_cancel_ends_a_run_and_saves_nothing(slurm_cluster: SlurmCluster) -> Non
 
 @pytest.mark.full  # a rank that dies: tests/distributed/test_restart.py; a restart of a job: the next two
 def test_a_rank_that_dies_on_another_node_is_named_and_the_run_continues(slurm_cluster: SlurmCluster) -> None:
-    arguments = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=600")
+    arguments = changed("name=killed", "restart.max=1", "train.train_iters=600", "launch.hang_timeout=0")
     job = slurm_cluster.submit(*TWO, *LONG, *arguments)
+    # Stopped in its node: asked from here, the run could be over between two answers.
+    past = '[ "$phase" = train ] && [ "$iteration" -gt 200 ]'
+    beat = f"read -r victim _ _ iteration phase _ <{job.folder}/.heartbeat/rank-1"
+    stop = f"until {beat} && {past}; do sleep 0.02; done 2>/dev/null; kill -STOP $victim; echo $victim"
+    victim = slurm_cluster.succeed(f"timeout {WORK_S} bash -c {shlex.quote(stop)}", machine="n2").strip()
     slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
-    victim = slurm_cluster.read(job, ".heartbeat/rank-1").split()[0]
     slurm_cluster.succeed(f"kill -KILL {victim}", machine="n2")
     slurm_cluster.until(lambda: slurm_cluster.events(job, "run_restarted"), "a restart", job)
     (died,) = slurm_cluster.events(job, "rank_died")

@@ -119,8 +119,10 @@ def test_a_link_that_went_down_is_evidence_beside_the_failure(twin: Twin, cpu_im
     done = begun(twin, FAILS_ON_REQUEST, "--detach", "--run-id-file", "id")
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = (twin.folder / "id").read_text().strip()
-    code = twin.folder / "runs" / run_id / "code"
-    wait_until(lambda: all((code / f"ready-{rank}").exists() for rank in (0, 1)), "the ranks have started")
+    run = twin.folder / "runs" / run_id
+    code, agent = run / "code", run / ".heartbeat" / "agent-node-2"  # which notes how often the link went down before
+    there = (agent, *(code / f"ready-{rank}" for rank in (0, 1)))
+    wait_until(lambda: all(path.exists() for path in there), "the ranks have started, and node-2's agent")
     inside = ("--cap-add", "NET_ADMIN", "--network", f"container:{twin.container('node-2')}", "--entrypoint", "sh")
     flap = "ip link set eth0 down && sleep 2 && ip link set eth0 up"
     succeed("docker", "run", "--rm", *inside, cpu_image, "-c", flap)

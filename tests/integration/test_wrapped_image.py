@@ -41,7 +41,9 @@ def test_a_program_runs_on_nodes_without_python(image: str, tmp_path: Path) -> N
     assert succeed("docker", "run", "--rm", image, "bash", "-c", "command -v python3 python || echo none") == "none\n"
     assert succeed("docker", "run", "--rm", image, "py-spy", "--version").startswith("py-spy ")
     (tmp_path / "code").mkdir()
-    program = 'echo "rank $RANK of $WORLD_SIZE"\n[ "$RANK" = 0 ] && exit\nsleep 2  # for its line to arrive\nexit 3\n'
+    arrived = 'grep -q "rank 0 of 2" "$TRIDOCK_RUN_FOLDER/logs/launcher.log"'
+    program = f'echo "rank $RANK of $WORLD_SIZE"\n[ "$RANK" = 0 ] || until {arrived}; do sleep 0.1; done\n'
+    program += "exit $((3 * RANK))\n"
     (tmp_path / "code" / "main.sh").write_text(program)
     (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\n")
     settings = f"name: {own_name()}\ntransport: compose\nimage: {image}\nenv: {{DS_ACCELERATOR: cpu}}\n"

@@ -11,7 +11,11 @@ from tests.distributed.supervised import make as make  # a fixture of every modu
 from tests.megatron_source import patched_source
 
 # The longest begin first, so that no worker is left with one at the end.
-FIRST = ("test_shared_models", "test_bench", "test_restart", "test_megatron_core", "test_triage", "test_several_nodes")
+FIRST = (
+    *("test_run_supervisor", "test_rehearse", "test_megatron_core", "test_local_disks", "test_resume", "test_restart"),
+    *("test_shared_models", "test_reproduce", "test_bench", "test_supervised_restarts", "test_triage"),
+    "test_several_nodes",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

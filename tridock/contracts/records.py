@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
@@ -77,7 +78,8 @@ def record_of(line: str | bytes) -> Record | None:
     if not isinstance(record, dict):
         return None
     fits = {name for name, value in record.items() if name not in _FORMS or _fits(value, _FORMS[name])}
-    return {name: it if name in fits else None for name, it in record.items() if name in fits | _NUMBERS}
+    kept = fits | _NUMBERS
+    return {sys.intern(name): it if name in fits else None for name, it in record.items() if name in kept}
 
 
 def _is_whole(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Engine megatron-deepspeed saves and goes on, where there is no source of Megatron-LM v1.1.5."""
+"""Engine megatron-deepspeed saves and resumes without the source of Megatron-LM v1.1.5."""
 
 from __future__ import annotations
 

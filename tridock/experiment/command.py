@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from tridock.contracts.output_metrics import reader_of
-from tridock.experiment.rank_env import RankEnv
+from tridock.experiment.rank_env import ENV, RankEnv
 from tridock.experiment.schema import MasterPort, Name, Seconds
 from tridock.strict_yaml import Count, PathText, Section
 from tridock.tracker_settings import Notifications, Trackers
@@ -80,9 +80,7 @@ class CommandExperiment(Section):
         description="Folder with the program on your machine: it is copied to every node, and the program"
         " runs in the copy.",
     )
-    env: RankEnv = Field(
-        default_factory=dict, description="Environment variables of every rank; they override the cluster's."
-    )
+    env: RankEnv = Field(default_factory=dict, description=ENV)
     metrics: Annotated[str, AfterValidator(_pattern)] | None = Field(
         default=None,
         description="How the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular"

@@ -19,5 +19,9 @@ def _same_for_all(name: str) -> str:
     return name
 
 
+ENV: Final = (
+    "Environment variables of every rank; they override the cluster's. Those by which a launch tells a rank its place"
+    f" are refused: {', '.join(_OF_THE_LAUNCH)}."
+)
 RankEnv = dict[Annotated[EnvName, AfterValidator(_same_for_all)], EnvValue]
 """By name, without those that tell a rank its place: the launch decides them."""

@@ -15,7 +15,7 @@ from tridock.contracts.pretrained import FORMATS
 from tridock.experiment.data_sets import Data
 from tridock.experiment.deepspeed_json import with_fields_of
 from tridock.experiment.model import Fraction, Layers, Many, Model
-from tridock.experiment.rank_env import RankEnv
+from tridock.experiment.rank_env import ENV, RankEnv
 from tridock.strict_yaml import AS_TUPLE, Count, PathText, Positive, Section, as_json, whole
 from tridock.tracker_settings import Notifications, Trackers
 
@@ -358,9 +358,7 @@ class Experiment(Section):
         description="Strategy zero: your own DeepSpeed JSON, or the path of one. Options that are also fields here set"
         " those that you left out; others, such as ZeRO's bucket sizes, go to DeepSpeed (docs/megatron.md).",
     )
-    env: RankEnv = Field(
-        default_factory=dict, description="Environment variables of every rank; they override the cluster's."
-    )
+    env: RankEnv = Field(default_factory=dict, description=ENV)
 
     @model_validator(mode="before")
     @classmethod

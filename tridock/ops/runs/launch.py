@@ -176,7 +176,11 @@ def _stop_beside_neighbours(client: NodeClient, run_id: str) -> None:
         try:
             stop(client, Run(run_id, client.head))
         except TridockError as error:
-            print(f"warning: {run_id} goes on beside another cluster's run; stop it: {error}", file=sys.stderr)
+            todo = f"run tridock stop {client.cluster.hosts_option} --run {run_id}"
+            print(
+                f"warning: could not stop {run_id}, which shares slots with another cluster's run: {error}; {todo}",
+                file=sys.stderr,
+            )
         else:
             print(f"stopped {run_id}: a run of another cluster started on its slots at the same time", file=sys.stderr)
         raise

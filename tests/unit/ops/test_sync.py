@@ -85,7 +85,7 @@ case " $* " in *" flock "*)
   if mkdir ../held 2>/dev/null; then
     mkfifo ../held/pipe
     exec 3<&0
-    { dd bs=64K iflag=count_bytes count=2500000; until [ -e ../go ]; do sleep 0.05; done; cat; } \\
+    { dd bs=64K iflag=count_bytes count=2500000; while kill -0 TESTS && ! [ -e ../go ]; do sleep 0.05; done; cat; } \\
       <&3 >../held/pipe 2>/dev/null &
     exec "$@" <../held/pipe
   fi
@@ -98,7 +98,7 @@ exec "$@"
 
 def begun(lab: Lab) -> threading.Thread:
     """Begins to send, and comes further than a quarter on each host."""
-    program(lab.bin / "docker", HELD)
+    program(lab.bin / "docker", HELD.replace("TESTS", str(os.getpid())))
     chosen = choose(lab.project, ["data/x"])
     thread = threading.Thread(target=lambda: sync(lab.hosts, chosen), daemon=True)
     thread.start()

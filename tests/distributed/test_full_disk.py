@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.run_state import exit_code_of
 
 pytestmark = pytest.mark.distributed
-ITERATIONS = 500
 EXPERIMENT = {
     "name": "t",
     "model": {
@@ -84,7 +84,7 @@ def test_a_disk_that_is_full_and_then_read_only_for_a_while(tmp_path: Path, runs
     make_data(tmp_path)
     (tmp_path / "t.yaml").write_text(json.dumps(EXPERIMENT))
     fields = {
-        "launch.master_port": free_port(), "train.train_iters": ITERATIONS, "train.log_interval": 1,
+        "launch.master_port": free_port(), "train.train_iters": 10**6, "train.log_interval": 1,
         "train.save_interval": 20, "train.keep_checkpoints": 2,
     }  # fmt: skip
     argv = [sys.executable, "-m", "tridock.cli", "train", "t.yaml", "--run-id-file", "id", "--nproc", "2"]
@@ -104,18 +104,18 @@ def test_a_disk_that_is_full_and_then_read_only_for_a_while(tmp_path: Path, runs
             first = reached(run)
             wait_until(lambda: reached(run) > first + 60, process)
             assert process.poll() is None
+        process.send_signal(signal.SIGUSR1)  # it saves, and ends
         output, errors = process.communicate(timeout=WORK_S)
-    assert process.returncode == 0, output + errors
-    assert exit_code_of(run) == 0
+    assert process.returncode == 85, output + errors
+    assert exit_code_of(run) == 85
     for name in (run_folder.METRICS, run_folder.EVENTS):
         assert all(json.loads(line) for line in (run / name).read_text().splitlines())
     logged = [line["iteration"] for line in read_lines(run / run_folder.METRICS) if "split" not in line]
-    assert logged == list(range(1, ITERATIONS + 1))
-    events = [event["event"] for event in read_lines(run / run_folder.EVENTS)]
-    reasons = [
-        event["reason"] for event in read_lines(run / run_folder.EVENTS) if event["event"] == "checkpoint_failed"
-    ]
+    events = read_lines(run / run_folder.EVENTS)
+    reasons = [event["reason"] for event in events if event["event"] == "checkpoint_failed"]
     assert "read-only file system" in str(reasons).lower()
-    assert events[-1] == "run_finished"
-    assert (run / "checkpoints" / "latest").read_text() == f"iter_{ITERATIONS:07d}"
+    assert events[-1]["event"] == "run_preempted"
+    last = events[-1]["iteration"]
+    assert logged == list(range(1, last + 1))
+    assert (run / "checkpoints" / "latest").read_text() == f"iter_{last:07d}"
     assert "bytes did not fit on the disk]" in (run / run_folder.rank_log(0)).read_text()

@@ -143,6 +143,7 @@ def test_ctrl_c_ends_everything(demo: Path, number: signal.Signals) -> None:
         deadline = time.monotonic() + WORK_S
         while not any((run / "metrics.jsonl").exists() for run in set(runs.glob("demo-*")) - before):
             assert time.monotonic() < deadline
+            assert rehearsal.process.poll() is None, rehearsal.process.communicate()[0]
             time.sleep(0.05)
         rehearsal.process.send_signal(number)
         rehearsal.end(130)

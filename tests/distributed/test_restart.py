@@ -58,14 +58,37 @@ def undisturbed(request: pytest.FixtureRequest, workspace: Path) -> Trained:
     return Trained(*((2, {name: folder}) for name, folder in folders.items()))
 
 
+HELD = """
+import os, time
+from pathlib import Path
+if "RANK" in os.environ:
+    from tridock.contracts import heartbeat
+    beat = heartbeat.beat
+    def held(phase, iteration=None, **rest):
+        beat(phase, iteration, **rest)
+        while (iteration or 0) >= {iteration} and not Path(__file__).with_name("go").exists():
+            time.sleep(0.01)
+    heartbeat.beat = held
+"""
+"""Python's start in a rank, which then goes no further than that iteration until it may: it is there to be killed."""
+
+
 class Training:
     """`tridock train` of an experiment, beside the test."""
 
-    def __init__(self, workspace: Path, experiment: Path, *arguments: str, megatron: Path | None = None) -> None:
+    def __init__(
+        self, workspace: Path, experiment: Path, *arguments: str, megatron: Path | None = None, held: int = 0
+    ) -> None:
+        """``held``: the iteration beyond which no rank goes before ``release``."""
         id_file = workspace / f"id-{secrets.token_hex(4)}"
         argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(workspace)]
         argv += ["--nproc", "2", "--run-id-file", str(id_file), *arguments]
         env = rank_environment() | ({} if megatron is None else {environment.MEGATRON: str(megatron)})
+        self.gate = workspace / f"gate-{id_file.name}"
+        if held:
+            self.gate.mkdir()
+            (self.gate / "sitecustomize.py").write_text(HELD.format(iteration=held))
+            env["PYTHONPATH"] = f"{self.gate}{os.pathsep}{env['PYTHONPATH']}"
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(argv, env=env, text=True, start_new_session=True, **pipe)  # type: ignore[call-overload]
         self.until(id_file.exists)
@@ -101,6 +124,9 @@ class Training:
         assert beat is not None
         os.kill(beat.pid, signal.SIGKILL)
 
+    def release(self) -> None:
+        (self.gate / "go").touch()
+
     def saved_iterations(self) -> list[int]:
         path = self.folder / "events.jsonl"
         return [e["iteration"] for e in read_lines(path) if e["event"] == "checkpoint_saved"] if path.exists() else []
@@ -112,11 +138,12 @@ class Training:
 
 @pytest.mark.parametrize("engine", thinned(ENGINES, SOME))
 def test_two_deaths_change_no_loss(workspace: Path, undisturbed: Trained, engine: str) -> None:
-    with Training(workspace, undisturbed[engine] / "experiment.yaml", "--set", "restart.max=2") as run:
+    with Training(workspace, undisturbed[engine] / "experiment.yaml", "--set", "restart.max=2", held=200) as run:
         run.kill(1, beyond=INTERVAL + 5, saved=INTERVAL)
         run.until(lambda: len(run.restarts()) == 1)
         run.kill(0, beyond=2 * INTERVAL + 5, saved=2 * INTERVAL)
         overhead = run.until(lambda: len(run.restarts()) == 2)
+        run.release()
         output = run.process.communicate(timeout=WORK_S)[0]
     assert run.process.returncode == 0, output
     assert losses(run.folder) == losses(undisturbed[engine])
@@ -153,8 +180,9 @@ def test_a_death_changes_no_loss_of_megatron_v115(tmp_path: Path) -> None:
     with Training(tmp_path, experiment, *arguments, "--set", "name=calm", megatron=megatron) as calm:
         output = calm.process.communicate(timeout=WORK_S)[0]
     assert calm.process.returncode == 0, output
-    with Training(tmp_path, experiment, *arguments, megatron=megatron) as run:
+    with Training(tmp_path, experiment, *arguments, megatron=megatron, held=100) as run:
         run.kill(1, beyond=45, saved=40)
+        run.release()
         output = run.process.communicate(timeout=WORK_S)[0]
     assert run.process.returncode == 0, output
     (restarted,) = run.restarts()

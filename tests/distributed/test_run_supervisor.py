@@ -145,6 +145,8 @@ def test_a_node_waits_for_a_head_that_is_slow_to_connect_again(make: Make, tmp_p
         """The node's agent, and the shell that stands for its connection."""
         return {argv[0] == b"bash": pid for pid, argv in run.others("agent").items() if argv[-2] == b"there"}
 
+    # What the shell forks looks like itself at first, and the ranks may train before the agent is there.
+    run.until(lambda: found().keys() == {False, True} and len(run.others("agent")) == 3)
     agent, shell = (found()[is_shell] for is_shell in (False, True))
     hold.touch()
     subprocess.run(["pkill", "-KILL", "-x", "cat", "-P", str(shell)], check=True)
@@ -167,7 +169,7 @@ def test_without_a_supervisor_the_ranks_end_by_themselves(make: Make) -> None:
     assert not is_supervised(run.folder)
     assert exit_code_of(run.folder) is None
     (event,) = run.events()
-    assert re.fullmatch(r"heard nothing from the head for 2\d s", event.pop("reason"))
+    assert re.fullmatch(r"heard nothing from the head for ([2-9]\d|\d{3,}) s", event.pop("reason"))
     assert event == {"event": "head_lost", "node": "here", "cause": "head_silent"}
     run.until(lambda: not run.others("agent"))
 
@@ -183,7 +185,7 @@ def test_a_supervisor_that_stood_still_restarts_the_run(make: Make) -> None:
     os.kill(supervisor, signal.SIGCONT)
     assert run.end() == 0
     lost, restarted, *_ = run.events("head_lost", "run_restarted", "run_failed", "rank_died")
-    assert re.fullmatch(r"heard nothing from the head for (2[5-9]|3\d) s", lost["reason"])
+    assert re.fullmatch(r"heard nothing from the head for (2[5-9]|[3-9]\d|\d{3,}) s", lost["reason"])
     assert restarted["reason"] == f"here {lost['reason']}"
 
 
@@ -284,14 +286,15 @@ def test_a_rank_that_is_stopped_is_named(make: Make) -> None:
     run = make(hang_timeout_s=2.0)
     run.start()
     run.train()
-    began = time.monotonic()
     run.signal(1, signal.SIGSTOP)
+    beat = run.beat(1)  # the limit counts from there
     run.until(lambda: run.events("rank_hung"))
-    assert time.monotonic() - began >= 2.0
+    assert beat is not None
+    assert time.monotonic() - beat.time_s > 1.98  # both times are rounded
     assert run.end() == 4
     (event,) = run.events()
     assert (event["rank"], event["node"]) == (1, "here")
-    text = r"is stopped \(SIGSTOP, or a debugger\); no progress for ([2-9]|\d\d) s \(limit 2 s\), phase train .*"
+    text = r"is stopped \(SIGSTOP, or a debugger\); no progress for ([2-9]|\d\d+) s \(limit 2 s\), phase train .*"
     assert re.fullmatch(text, event["reason"])
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.distributed.ranks import VOCABULARY, Started, make_data, rank_environment
 from tests.patience import STEP_S, WORK_S
-from tridock.contracts import run_folder
+from tridock.contracts import heartbeat, run_folder
 from tridock.node.agent.evidence import evidence
 from tridock.triage import diagnose, facts_of
 
@@ -146,18 +146,9 @@ def rank_process(project: Path, rank: int) -> int:
             continue
         if (folder_of(project) / run_folder.METRICS).read_text().count("\n") < STEPS:
             continue
-        marks = {f"RANK={rank}".encode(), f"TRIDOCK_RUN_ID={folder_of(project).name}".encode()}
-        found: list[int] = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if not entry.name.isdecimal() or b"tridock.train" not in (entry / "cmdline").read_bytes():
-                    continue
-                if marks <= set((entry / "environ").read_bytes().split(b"\0")):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        if found:
-            return min(found)  # the other is its child, which copies its log
+        beat = heartbeat.read(folder_of(project), rank)
+        assert beat is not None
+        return beat.pid
 
 
 def lines_of(error: str) -> dict[str, str]:

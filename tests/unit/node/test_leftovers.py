@@ -19,6 +19,7 @@ from tridock.contracts.rank_status import AgentMessage
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent import leftovers
 from tridock.node.agent.leftovers import Leftovers, lock_waits
+from tridock.node.agent.processes import find_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.probes import held_files
 from tridock.node.probes.build_locks import extension_folders, locks_in, stale_locks, unheld
@@ -182,6 +183,8 @@ def test_the_folder_in_which_a_rank_compiles_may_be_any(
     rank = start(HOLD, build / "lock")
     env = {**os.environ, environment.RUN_ID: RUN}
     with subprocess.Popen(["sleep", "600"], cwd=build, env=env) as ninja:
+        # One in the middle of its exec has no environment to be found by.
+        wait_until(lambda: ninja.pid in [process.pid for process in find_processes(RUN)])
         left = Leftovers(RUN)
         left.note()
         ninja.kill()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import STEP_S
+from tests.unit.node.conftest import wait_until
 from tridock.node.agent.observed_ranks import find_ranks
 
 MODULE = [sys.executable, "-m", "tridock.node.rank_output"]
@@ -56,6 +57,7 @@ def test_the_copy_is_no_part_of_the_rank(tmp_path: Path) -> None:
     process = start(tmp_path, "--program", "sh", "-c", "echo started; exec sleep 9999")
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
+    wait_until(lambda: bool(find_ranks(run_of(tmp_path))))  # in the middle of its exec it has no environment
     ranks = find_ranks(run_of(tmp_path))
     process.kill()
     process.communicate(timeout=STEP_S)

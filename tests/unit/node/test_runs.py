@@ -335,7 +335,7 @@ def test_a_stop_returns_once_its_end_is_recorded(workspace: Path, make_run: Make
 def test_a_run_is_removed_unless_it_is_in_use(workspace: Path, make_run: MakeRun, tmp_path: Path) -> None:
     over, loaded, runs = make_run(FINISHED), tmp_path / "loaded", workspace / "runs"
     start(over)
-    wait_until(lambda: exit_code_of(over) == 0)
+    wait_until(lambda: exit_code_of(over) == 0 and not is_supervised(over))
     running = make_run(f"until [ -e {loaded} ]; do sleep 0.05; done; {FINISHED}")
     with (running / run_folder.EXPERIMENT).open("a") as file:
         file.write(f"train:\n  load: runs/{over.name}/checkpoints\n")

@@ -27,38 +27,43 @@ from tridock.ops.runs import logs
 logs.SILENCE_S = LIMIT_S
 end = "".join(f"\\{byte:03o}" for byte in END)
 stream = LocalHost().stream(Command.of("sh", "-c", f"{script}; printf '{end}'"))
-print("ready", flush=True)
+ready()
 print(b"".join(logs.LogStream(stream, "a", "run-1")).decode())
 """,
     "a command on a host": """
-print("ready", flush=True)
+ready()
 print(LocalHost().run(Command.of("sh", "-c", script), timeout=LIMIT_S).checked("a").stdout.decode())
 """,
     "a line of a command that stays": """
 from tridock.ops.hosts.attached import AWAIT_KEEPALIVES, AttachedCommand
 
 command = AttachedCommand(LocalHost(), Command.of("sh", "-c", f"{script}; {AWAIT_KEEPALIVES}"), "fails")
-print("ready", flush=True)
+ready()
 print(command.line(LIMIT_S))
 command.end()
 """,
     "a program here": """
 from tridock.remote import clock
 
-print("ready", flush=True)
+ready()
 print(clock.run(["sh", "-c", f"{script}; cat"], LIMIT_S, stdin=b", asked", start_new_session=True).stdout.decode())
 """,
     "another node of a run": """
 from tridock.ops.runs.rendezvous import Terms, lead
 
-print("ready", flush=True)
+ready()
 lead(PORT, Terms(0, 2, 1, "a"), "run-1", lambda _: None, LIMIT_S)
 print("trained")
 """,
 }
 BEGIN = """
+import sys
 from tridock.command import Command
 from tridock.remote import LocalHost
+
+def ready():
+    print("ready", flush=True)
+    sys.stdin.readline()
 
 there, LIMIT_S, PORT = {there!r}, {limit}, {port}
 script = f"until [ -e {{there}} ]; do sleep 0.2; done; echo trained"
@@ -71,7 +76,12 @@ def running(there: Path, port: int) -> Iterator[dict[str, subprocess.Popen[str]]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     processes = {
         name: subprocess.Popen(
-            [sys.executable, "-c", begin + script], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", begin + script],
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for name, script in WAITING.items()
     }
@@ -92,6 +102,10 @@ def test_time_in_which_a_command_was_stopped_counts_in_no_limit(tmp_path: Path) 
         for process in processes.values():
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        for process in processes.values():  # all at once: the limit of one runs, too, while another still imports
+            assert process.stdin is not None
+            process.stdin.write("begin\n")
+            process.stdin.flush()
         time.sleep(1)
         for process in processes.values():
             process.send_signal(signal.SIGSTOP)

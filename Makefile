@@ -213,7 +213,7 @@ BLOCKS = unit-torch unit-others processes distributed integration
 # One after the other: at once they are hardly quicker, and each waits twice as long for whatever it has started.
 .PHONY: test
 test: .venv/.full .venv/.trackers ## All tests but the full matrices (those with Docker are skipped where no engine answers)
-	@rm -f .cache/tests/*.jsonl
+	@rm -f .cache/tests/*.jsonl .cache/tests/*.cores
 	-@$(MAKE) --no-print-directory --keep-going test-unit test-processes test-distributed test-integration
 	@python tools/test_verdict.py .cache/tests $(BLOCKS)
 

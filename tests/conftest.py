@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.core_seconds import pytest_sessionfinish  # noqa: F401  (hook)
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 # A shell that starts the tests in its background lets them ignore Ctrl-C, and so would all that they start.

@@ -2,10 +2,11 @@
 
 python tools/test_verdict.py [--so-far] FOLDER BLOCK...
 
-The folder has pytest's report log of each block of tests, BLOCK.jsonl, which pytest writes test by test. Tests that
-failed beside others run again, one at a time with nothing beside them. If they pass then, the exit code is 0, and the
-last lines name them as "passed only alone". It is 1 if one fails again, if more than MOST_AGAIN failed, or if a block
-did not come to its end. ``--so-far``: the time is up, and nothing runs again.
+The folder has pytest's report log of each block of tests, BLOCK.jsonl, which pytest writes test by test, and at its end
+BLOCK.cores, its core seconds. Tests that failed beside others run again, one at a time with nothing beside them. If
+they pass then, the exit code is 0, and the last lines name them as "passed only alone". It is 1 if one fails again, if
+more than MOST_AGAIN failed, or if a block did not come to its end. ``--so-far``: the time is up, and nothing runs
+again.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Block:
     skipped: int = 0
     span_s: float = 0.0
     """From the first test's begin to the last one's end."""
+    used: str = ""
+    """Its core seconds, as text; empty if it did not come to its end."""
     tests: Counter[str] = field(default_factory=Counter)
     """The seconds of each test that has ended, with its fixtures."""
 
@@ -72,7 +75,9 @@ class Block:
             times += [it for it in (report["start"], report["stop"]) if it]  # a crashed worker's has none
         span = max(times, default=0.0) - min(times, default=0.0)
         tests = Counter({test: seconds[test] for test in ended})
-        return cls(name, exit_code, failed, len(skipped - failed.keys()), span, tests)
+        cores = path.with_suffix(".cores")
+        used = f", {cores.read_text().strip():>6} core seconds" if cores.exists() else ""
+        return cls(name, exit_code, failed, len(skipped - failed.keys()), span, used, tests)
 
     @property
     def ended(self) -> bool:
@@ -82,7 +87,7 @@ class Block:
         how = f"pytest ended with exit code {self.exit_code}" if self.exit_code is not None else "it has not ended"
         return (
             f"{self.name:12} {len(self.tests):5} tests, {len(self.failed):3} failed, {self.skipped:3} skipped, "
-            f"{self.span_s / 60:5.1f} min{'' if self.ended else f'; {how}'}"
+            f"{self.span_s / 60:5.1f} min{self.used}{'' if self.ended else f'; {how}'}"
         )
 
 

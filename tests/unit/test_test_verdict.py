@@ -38,6 +38,7 @@ def test_many(number):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
+    (tmp_path / "conftest.py").write_text("from tests.core_seconds import *\n")
     (tmp_path / "test_x.py").write_text(TESTS)
     (tmp_path / "records").mkdir()
     return tmp_path
@@ -62,6 +63,9 @@ def verdict(project: Path, selected: str, *blocks: str) -> tuple[int, list[str]]
 def test_what_passes_alone_is_named_and_green(project: Path) -> None:
     code, lines = verdict(project, "passes or first_time")
     assert code == 0
+    assert any(
+        re.fullmatch(r"unit +3 tests,   2 failed,   0 skipped, +0.\d min, +\d+ core seconds", it) for it in lines
+    )
     assert "passed only alone: test_x.py::test_first_time[a b[c]]" in lines
     assert lines.count("    AssertionError: the first time") == 2
     assert lines[-2:] == ["tests: green", "3 passed, 0 failed, 0 skipped"]
@@ -116,7 +120,8 @@ def test_of_tests_that_were_ended_it_says_how_far_they_came(project: Path) -> No
     (project / "test_z.py").write_text(WAITS)
     log = project / "records" / "unit.jsonl"
     options = ("-m", "pytest", "-n", "1", f"--report-log={log}", "-k", "passes or broken or waits")
-    with subprocess.Popen((sys.executable, *options), cwd=project, stdout=subprocess.DEVNULL) as running:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen((sys.executable, *options), cwd=project, env=env, stdout=subprocess.DEVNULL) as running:
         deadline = time.monotonic() + STEP_S
         while not (log.exists() and "test_waits" in log.read_text()):  # the report of its set-up
             assert time.monotonic() < deadline

@@ -28,9 +28,13 @@ def run(tmp_path: Path) -> Run:
         for number, script in enumerate(scripts):
             (tmp_path / f"part-{number}.sh").write_text(script)
         argv = [sys.executable, "-m", "tridock.node", "start-nodes", str(tmp_path), "part-{node_rank}.sh"]
-        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=STEP_S)
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=STEP_S)
 
     return run_scripts
+
+
+LATER = "until grep -qs node_failed events.jsonl; do sleep 0.05; done"
+"""A node's script waits here until another node's failure is recorded."""
 
 
 def test_every_line_has_its_node(run: Run) -> None:
@@ -52,7 +56,7 @@ def test_a_progress_bar_comes_in_short_lines(run: Run) -> None:
 
 
 def test_the_first_failure_decides_and_the_others_may_still_speak(run: Run) -> None:
-    done = run("sleep 1.5; echo late; exit 5", "exit 4")
+    done = run(f"{LATER}; echo late; exit 5", "exit 4")
     assert done.returncode == 4
     assert done.stdout == "node-0: late\n"
     assert done.stderr == (
@@ -85,7 +89,7 @@ def test_a_setup_that_fails_is_explained_by_its_last_line(tmp_path: Path) -> Non
 
 
 def test_a_program_that_fails_is_explained_by_the_first_node_that_failed(run: Run, tmp_path: Path) -> None:
-    assert run("sleep 1.5; exit 5", "echo ERROR: no such file; exit 4").returncode == 4
+    assert run(f"{LATER}; exit 5", "echo ERROR: no such file; exit 4").returncode == 4
     assert explained(tmp_path) == (
         "node-program-failed",
         "node-1 failed: its program ended with exit code 4: ERROR: no such file",

@@ -247,7 +247,7 @@ def hung(
     living = [(node, status) for node, status in each(statuses_by_node) if status.alive]
     stopped = [entry for entry in living if entry[1].stopped_s >= _STOPPED_S]
     if not stopped and all(status.phase == heartbeat.OBSERVED for _, status in overdue):
-        return _silent(overdue, stacks, limits)
+        return _silent(living, overdue, stacks, limits)
     least = min(status.heartbeats for _, status in living)
     behind = [entry for entry in living if entry[1].heartbeats == least]
     odd = _odd_ones(behind, stacks)
@@ -272,12 +272,15 @@ def hung(
 
 
 def _silent(
-    overdue: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]], limits: HangLimits
+    living: Sequence[tuple[str, RankStatus]],
+    overdue: Sequence[tuple[str, RankStatus]],
+    stacks: Mapping[int, Sequence[str]],
+    limits: HangLimits,
 ) -> Verdict:
     """Returns that a program without heartbeats is silent: the rank that its stack shows outside of a collective while
-    others wait in one, or else the one that is silent for longest.
+    others wait in one, or else the one that is silent for longest. Those that wait may not be silent for as long.
     """
-    odd = _odd_ones(overdue, stacks)
+    odd = [entry for entry in _odd_ones(living, stacks) if entry in overdue]
     node, status = max(odd or overdue, key=lambda entry: entry[1].age_s)
     place = f" at {stacks[status.rank][0]}" if stacks.get(status.rank) else ""
     others = f", as well as {count(len(overdue) - 1, 'other rank')}" if len(overdue) > 1 else ""

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import killed_suites
 from tests.core_seconds import pytest_sessionfinish  # noqa: F401  (hook)
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
@@ -34,7 +36,19 @@ settings.register_profile("tridock-full", deadline=None, max_examples=200)
 
 def pytest_configure(config: pytest.Config) -> None:
     """The full matrices try more examples too."""
+    if not hasattr(config, "workerinput"):
+        killed_suites.end_theirs()
+        killed_suites.mark()
     settings.load_profile("tridock" if "not full" in config.getoption("markexpr") else "tridock-full")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """What a command printed before its time was up is part of the failure."""
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, subprocess.TimeoutExpired | subprocess.CalledProcessError):
+        for printed in filter(None, (error.stdout, error.stderr)):
+            error.add_note(printed if isinstance(printed, str) else printed.decode(errors="replace"))
 
 
 def pytest_collection_finish() -> None:

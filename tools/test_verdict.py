@@ -30,12 +30,16 @@ _LINES = 6
 
 
 def _said(report: dict[str, Any]) -> str:
-    """The first lines of a failure, and its place."""
+    """The first and the last lines of a failure, and its place if pytest knows it."""
     error = report["longrepr"]
-    if isinstance(error, str):  # a worker that crashed, a file that cannot be imported
-        return "\n".join(error.splitlines()[-_LINES:])
-    crash = error["reprcrash"]
-    return "\n".join([*crash["message"].splitlines()[:_LINES], f"{crash['path']}:{crash['lineno']}"])
+    crash = error["reprcrash"] if isinstance(error, dict) else None
+    if crash is None:  # a worker that crashed, a file that cannot be imported, a traceback that is hidden
+        text = error if isinstance(error, str) else error["reprtraceback"]["reprentries"][-1]["data"]["lines"]
+        return "\n".join((text.splitlines() if isinstance(text, str) else text)[-_LINES:])
+    lines = crash["message"].splitlines()
+    if len(lines) > 2 * _LINES:  # what a command printed before its time was up is at the end
+        lines[_LINES:-_LINES] = ["…"]
+    return "\n".join([*lines, f"{crash['path']}:{crash['lineno']}"])
 
 
 @dataclass(frozen=True)

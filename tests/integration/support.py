@@ -57,9 +57,12 @@ def own_name() -> str:
 
 def hold_session() -> None:
     """Locks the session's folder until this process ends: another session may remove what a killed one left."""
-    (_TEMPORARY / SESSION).mkdir(exist_ok=True)
-    file = (_TEMPORARY / SESSION / _LOCK).open("w")
+    folder = _TEMPORARY / SESSION
+    folder.mkdir(exist_ok=True)
+    new = folder / f"{_LOCK}.new"
+    file = new.open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
+    new.rename(folder / _LOCK)  # it is never there without being held
     _held.append(file)
 
 

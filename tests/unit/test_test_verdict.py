@@ -15,7 +15,7 @@ from tests.patience import STEP_S
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
-import pathlib, pytest
+import pathlib, pytest, subprocess
 
 def test_passes():
     pass
@@ -33,12 +33,20 @@ def test_broken():
 @pytest.mark.parametrize("number", range(11))
 def test_many(number):
     raise RuntimeError(number)
+
+def test_slow_command():
+    raise subprocess.TimeoutExpired("make", 9, b"\\n".join(b"%d" % number for number in range(99)))
+
+def test_unseen():
+    __tracebackhide__ = True
+    pytest.fail("hidden", pytrace=False)
 """
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "conftest.py").write_text("from tests.core_seconds import *\n")
+    hooks = "from tests.conftest import pytest_runtest_makereport\nfrom tests.core_seconds import *\n"
+    (tmp_path / "conftest.py").write_text(hooks)
     (tmp_path / "test_x.py").write_text(TESTS)
     (tmp_path / "records").mkdir()
     return tmp_path
@@ -100,6 +108,21 @@ def test_a_file_that_cannot_be_imported_is_red(project: Path) -> None:
     assert code == 1
     assert "FAILED: test_y.py" in lines
     assert lines[-2] == "tests: RED"
+
+
+def test_a_command_that_timed_out_is_shown_with_what_it_printed(project: Path) -> None:
+    code, lines = verdict(project, "slow_command")
+    said = lines[lines.index("FAILED: test_x.py::test_slow_command") :]
+    assert code == 1
+    assert "timed out after" in said[1]
+    assert "    …" in said
+    assert [line for line in said if line.strip().isdecimal()][-6:] == [f"    {number}" for number in range(93, 99)]
+
+
+def test_a_failure_with_a_hidden_traceback_is_shown(project: Path) -> None:
+    code, lines = verdict(project, "unseen")
+    assert code == 1
+    assert lines[lines.index("FAILED: test_x.py::test_unseen") + 1] == "    Failed: hidden"
 
 
 def test_no_test_is_not_green(project: Path) -> None:

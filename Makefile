@@ -218,7 +218,7 @@ test: .venv/.full .venv/.trackers ## All tests but the full matrices (those with
 	@python tools/test_verdict.py .cache/tests $(BLOCKS)
 
 .PHONY: test-verdict
-test-verdict: ## How far a `make test` came that was ended
+test-verdict: ## Results so far of a `make test` that was interrupted
 	@python tools/test_verdict.py --so-far .cache/tests $(BLOCKS)
 
 .PHONY: test-full

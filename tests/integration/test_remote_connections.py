@@ -229,7 +229,7 @@ def break_once(sshd: Sshd, seen: Callable[[], bool]) -> threading.Thread:
     return thread
 
 
-# Waits in the middle of the second file until the test goes on.
+# Blocks inside the second file until $GO exists.
 HELD_TAR = """#!/bin/sh
 { head -c 2000000; until [ -e "$GO" ]; do sleep 0.05; done; cat; } | /bin/tar "$@"
 """

@@ -20,7 +20,7 @@ def _same_for_all(name: str) -> str:
 
 
 ENV: Final = (
-    "Environment variables of every rank; they override the cluster's. Those by which a launch tells a rank its place"
+    "Environment variables of every rank; they override the cluster's. Variables that the launcher sets for each rank"
     f" are refused: {', '.join(_OF_THE_LAUNCH)}."
 )
 RankEnv = dict[Annotated[EnvName, AfterValidator(_same_for_all)], EnvValue]

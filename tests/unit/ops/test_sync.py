@@ -93,7 +93,7 @@ case " $* " in *" flock "*)
 esac
 exec "$@"
 """
-"""The first that sends to a node comes 2.5 MB far, and goes on when the next one begins to."""
+"""The first transfer to a node blocks after 2.5 MB until the next one starts."""
 
 
 def begun(lab: Lab) -> threading.Thread:

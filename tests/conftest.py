@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests import killed_suites
-from tests.core_seconds import pytest_sessionfinish  # noqa: F401  (hook)
+from tests.core_seconds import pytest_sessionfinish, pytest_sessionstart  # noqa: F401  (hooks)
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 # A shell that starts the tests in its background lets them ignore Ctrl-C, and so would all that they start.

@@ -3,10 +3,10 @@
 python tools/test_verdict.py [--so-far] FOLDER BLOCK...
 
 The folder has pytest's report log of each block of tests, BLOCK.jsonl, which pytest writes test by test, and at its end
-BLOCK.cores, its core seconds. Tests that failed beside others run again, one at a time with nothing beside them. If
-they pass then, the exit code is 0, and the last lines name them as "passed only alone". It is 1 if one fails again, if
-more than MOST_AGAIN failed, or if a block did not come to its end. ``--so-far``: the time is up, and nothing runs
-again.
+BLOCK.cores, the core seconds of the machine meanwhile. Tests that failed beside others run again, one at a time with
+nothing beside them. If they pass then, the exit code is 0, and the last lines name them as "passed only alone". It is
+1 if one fails again, if more than MOST_AGAIN failed, or if a block did not come to its end. ``--so-far``: the time is
+up, and nothing runs again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Block:
     span_s: float = 0.0
     """From the first test's begin to the last one's end."""
     used: str = ""
-    """Its core seconds, as text; empty if it did not come to its end."""
+    """The core seconds of the machine meanwhile, as text; empty if it did not come to its end."""
     tests: Counter[str] = field(default_factory=Counter)
     """The seconds of each test that has ended, with its fixtures."""
 

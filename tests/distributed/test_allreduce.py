@@ -25,7 +25,7 @@ import torch
 """
 
 
-@pytest.mark.parametrize(("seconds", "limit"), [(0, 40), pytest.param(20, 60, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("seconds", "limit"), [(0, 15), pytest.param(20, 60, marks=pytest.mark.full)])
 def test_a_node_whose_partner_does_not_come(tmp_path: Path, seconds: int, limit: int) -> None:
     (tmp_path / "torch.py").write_text(SLOW_DISK.format(seconds=seconds, folder=str(tmp_path)))
     world = base64.urlsafe_b64encode(json.dumps({"a": [0], "b": [0]}).encode()).decode()

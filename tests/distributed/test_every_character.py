@@ -2,16 +2,15 @@
 
 import pytest
 
-from tests.cases import thinned
 from tests.unit.data.test_encoders import assert_same, beside_others, fast, other, reference, surrogate  # noqa: F401
 from tridock.data.tokenize.encoders import Fast, Reference
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.full]  # tests/unit/data/test_encoders.py: some of them
 
 BLOCK = 8192
 
 
-@pytest.mark.parametrize("plane", thinned(range(0x11), (0, 1, 14)))
+@pytest.mark.parametrize("plane", range(0x11))
 def test_fast_over_every_character(plane: int, fast: Fast, reference: Reference) -> None:  # noqa: F811
     first = plane << 16
     # The private planes are alike throughout.
@@ -21,7 +20,7 @@ def test_fast_over_every_character(plane: int, fast: Fast, reference: Reference)
         assert_same(fast, reference, beside_others(chosen[start : start + BLOCK]))
 
 
-@pytest.mark.parametrize("plane", thinned([0, 1], [0]))
+@pytest.mark.parametrize("plane", [0, 1])
 def test_the_splits_of_other_models_over_every_character(plane: int, other: Reference) -> None:  # noqa: F811
     pytest.importorskip("gigatoken")
     encoder, chosen = Fast(other), [chr(code) for code in range(plane << 16, (plane + 1) << 16) if not surrogate(code)]

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.ranks import ROOT
 from tests.patience import WORK_S
 
 BLOCK = re.compile(r"^```(sh|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.full  # test_preprocess.py; tests/unit/test_docs_commands.py: its commands
 def test_from_raw_text_to_a_first_training_step(tmp_path: Path) -> None:
     guide, _, on_hosts = (ROOT / "docs/guides/data.md").read_text(encoding="utf-8").partition("## 6. On your hosts")
     assert "fab launch" in on_hosts

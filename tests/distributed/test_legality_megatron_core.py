@@ -50,7 +50,7 @@ def sizes() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "refused", "least"), [(60, 8, 150), pytest.param(200, 30, 500, marks=pytest.mark.full)]
+    ("accepted", "refused", "least"), [(20, 3, 50), pytest.param(200, 30, 500, marks=pytest.mark.full)]
 )
 def test_sizes(accepted: int, refused: int, least: int) -> None:
     cases = chosen(sizes(), accepted, refused)
@@ -85,7 +85,7 @@ def unequal_stages() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "refused", "least"), [(30, 6, 60), pytest.param(300, 60, 300, marks=pytest.mark.full)]
+    ("accepted", "refused", "least"), [(10, 2, 20), pytest.param(300, 60, 300, marks=pytest.mark.full)]
 )
 def test_unequal_stages(accepted: int, refused: int, least: int) -> None:
     cases = chosen(unequal_stages(), accepted, refused)
@@ -169,7 +169,7 @@ def mixtures() -> Iterator[Case]:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "refused", "least"), [(60, 8, 100), pytest.param(400, 60, 400, marks=pytest.mark.full)]
+    ("accepted", "refused", "least"), [(20, 3, 30), pytest.param(400, 60, 400, marks=pytest.mark.full)]
 )
 def test_mixtures_of_experts(accepted: int, refused: int, least: int) -> None:
     cases = chosen(mixtures(), accepted, refused)

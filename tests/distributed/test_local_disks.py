@@ -28,7 +28,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "megatron-core-pipeline": CORE | {"parallel.pipeline_model_parallel_size": 2},
     "megatron-core-optimizer": CORE | {"parallel.use_distributed_optimizer": True},
 }
-SOME = ("zero3", "fsdp", "megatron-core")
+SOME = ("zero3", "megatron-core")
 PROGRAM = {"megatron-core": "tridock.train.megatron_core.pretrain_gpt"}
 
 

@@ -135,7 +135,8 @@ def test_a_program_of_ones_own(tmp_path: Path) -> None:
     assert find_processes(run.name) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full  # test_several_nodes.py: Ctrl-C of a run
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_everything(demo: Path, number: signal.Signals) -> None:
     runs = demo / "runs"
     before = set(runs.glob("*"))

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.cases import thinned
 from tests.distributed.ranks import (
     ROOT,
     Trained,
-    asked_for,
     events,
     losses,
     make_run,
@@ -47,14 +45,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero1": {"parallel.strategy": "zero", "parallel.zero_stage": 1},
     "megatron-core": CORE,
 }
-# ZeRO loses a rank in test_rehearse.py; its ranks import DeepSpeed too.
-SOME = ("ddp",)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(request: pytest.FixtureRequest, workspace: Path) -> Trained:
-    engines = asked_for(request, ENGINES, SOME)
-    folders = {name: make_run(workspace, f"calm-{name}", 2, **LENGTH, **fields) for name, fields in engines.items()}
+def undisturbed(workspace: Path) -> Trained:
+    folders = {name: make_run(workspace, f"calm-{name}", 2, **LENGTH, **fields) for name, fields in ENGINES.items()}
     return Trained(*((2, {name: folder}) for name, folder in folders.items()))
 
 
@@ -136,7 +131,8 @@ class Training:
         return [e for e in read_lines(path) if e["event"] == "run_restarted"] if path.exists() else []
 
 
-@pytest.mark.parametrize("engine", thinned(ENGINES, SOME))
+@pytest.mark.full  # test_rehearse.py: a lost rank changes no loss
+@pytest.mark.parametrize("engine", ENGINES)
 def test_two_deaths_change_no_loss(workspace: Path, undisturbed: Trained, engine: str) -> None:
     with Training(workspace, undisturbed[engine] / "experiment.yaml", "--set", "restart.max=2", held=200) as run:
         run.kill(1, beyond=INTERVAL + 5, saved=INTERVAL)
@@ -158,7 +154,6 @@ def test_two_deaths_change_no_loss(workspace: Path, undisturbed: Trained, engine
     assert loaded == [first["iteration"], second["iteration"]]
     assert events(run.folder)[-1] == "run_finished"
     print(f"{engine}: from the death to the next start {overhead:.1f} s")
-    assert overhead < 60.0
     assert find_processes(run.folder.name) == []
     launch, resume = ((run.folder / name).read_text() for name in ("launch.sh", "launch-resume.sh"))
     assert resume == f"{launch.rstrip()} \\\n  --load {run.folder}/checkpoints\n"
@@ -195,6 +190,7 @@ def test_a_death_changes_no_loss_of_megatron_v115(tmp_path: Path) -> None:
 ENDLESS = ("--set", "train.train_iters=1000000", "--set", "train.log_interval=100")
 
 
+@pytest.mark.full  # test_several_nodes.py: Ctrl-C; test_run_supervisor.py: a stop
 def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path) -> None:
     experiment = make_run(workspace, "interrupted", 2, **LENGTH) / "experiment.yaml"
     with Training(workspace, experiment, *ENDLESS, "--set", "restart.max=2") as run:

@@ -81,6 +81,7 @@ def test_a_rank_that_a_signal_ends_takes_all_along(make: Make, number: signal.Si
     assert run.said() == [f"tridock: rank 1 on here {reason}"]
 
 
+@pytest.mark.full  # a rank that ends: the signals above
 def test_a_rank_that_leaves_early_has_died(make: Make) -> None:
     """Even with exit code 0: no failure exits 0."""
     for code in (0, 3):
@@ -133,6 +134,7 @@ cat | "$@" | cat
 """
 
 
+@pytest.mark.full  # tests/integration/test_faults.py: a network that is cut
 def test_a_node_waits_for_a_head_that_is_slow_to_connect_again(make: Make, tmp_path: Path) -> None:
     """The connection breaks while both live, and on a busy node a login takes its time."""
     hold = tmp_path / "hold"
@@ -243,6 +245,7 @@ def test_a_supervisor_that_has_lost_the_run_ends_alone(make: Make) -> None:
     assert ranks <= {process.pid for process in find_processes(run.folder.name)}
 
 
+@pytest.mark.full  # test_supervised_restarts.py: a checkpoint that is not the run's own
 def test_a_clock_that_was_ahead_hides_no_checkpoint(make: Make) -> None:
     """The run was prepared an hour before the clock was set back: its checkpoints look older than itself."""
     run = make(max_restarts=1, steps=240)
@@ -282,6 +285,7 @@ def test_a_node_that_ended_its_ranks_without_the_head_is_the_cause(make: Make) -
 # ---- hangs ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # tests/integration/test_faults.py: on two nodes
 def test_a_rank_that_is_stopped_is_named(make: Make) -> None:
     run = make(hang_timeout_s=2.0)
     run.start()
@@ -362,6 +366,7 @@ def test_a_phase_that_is_longer_than_the_limit_of_steps_is_no_hang(make: Make, p
     assert [event["event"] for event in run.events()] == ["run_finished"]
 
 
+@pytest.mark.full  # the steps above
 def test_micro_batches_of_a_long_step_are_progress(make: Make) -> None:
     run = make(hang_timeout_s=4.0)
     run.start()
@@ -373,6 +378,7 @@ def test_micro_batches_of_a_long_step_are_progress(make: Make) -> None:
     assert [event["event"] for event in run.events()] == ["run_finished"]
 
 
+@pytest.mark.full  # tests/unit/node: the limits of a verdict
 def test_without_a_limit_no_rank_counts_as_hung(make: Make) -> None:
     run = make(hang_timeout_s=0.0)
     run.start()
@@ -412,6 +418,7 @@ def test_a_second_run_with_the_port_of_one_that_is_starting_is_refused(make: Mak
     assert run.finish() == 0
 
 
+@pytest.mark.full  # tests/integration/test_faults.py: another clone's twin
 def test_a_second_run_beside_a_failing_one_notices_nothing(make: Make) -> None:
     other, run = make(), make(max_restarts=1)
     other.start()

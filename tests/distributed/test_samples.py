@@ -148,6 +148,7 @@ def test_it_is_the_text_of_the_whole_model(runs: dict[str, Path], name: str) -> 
     assert all(found)
 
 
+@pytest.mark.full  # the layouts' own samples above
 def test_generate_continues_a_prompt_with_experts_of_several_ranks(
     runs: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_another_experiment_on_one_node_stops_both(tmp_path: Path) -> None:
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["unused"]
 
 
+@pytest.mark.full  # test_local_disks.py
 def test_shards_on_disks_of_their_own(tmp_path: Path) -> None:
     port, folders = free_port(), [tmp_path / "a", tmp_path / "b"]
     changes = [f"--set={it}" for it in ("parallel.strategy=fsdp", "parallel.zero_stage=0", "train.save=true")]

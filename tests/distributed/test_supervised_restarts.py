@@ -43,6 +43,7 @@ def test_a_run_continues_from_its_last_checkpoint_and_twice_at_most(make: Make) 
     assert last[-1] == "tridock: not restarted: restarted 2 times, and restart.max is 2"
 
 
+@pytest.mark.full  # the one above restarts too
 def test_a_run_without_a_checkpoint_restarts_from_scratch(make: Make) -> None:
     run = make(steps=150, max_restarts=1, checkpoints=None)
     run.start()

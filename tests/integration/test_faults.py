@@ -254,14 +254,12 @@ def test_a_launcher_that_is_killed(twin: Twin) -> None:
         assert run.is_gone(OTHER)
 
 
+@pytest.mark.full  # tests/distributed/test_run_supervisor.py: a watch that is killed; below: a network that is cut
 @pytest.mark.parametrize(
     ("launcher", "command", "says"),
     [
         ("ssh", "tridock.node start-ranks --run", "tridock: launch-ranks.sh ended with exit code 255 on node-2\n"),
-        pytest.param(
-            *("deepspeed", "deepspeed.launcher.launch", "pdsh@node-1: node-2: ssh exited with exit code 255\n"),
-            marks=pytest.mark.full,
-        ),
+        ("deepspeed", "deepspeed.launcher.launch", "pdsh@node-1: node-2: ssh exited with exit code 255\n"),
     ],
     ids=("ssh", "deepspeed"),
 )

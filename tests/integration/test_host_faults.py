@@ -141,6 +141,7 @@ def test_a_launch_waits_for_the_lock(hosts: Rack) -> None:
         assert terminal.process.wait(STEP_S) == 130
 
 
+@pytest.mark.full  # test_runs_on_docker_hosts.py: what the operator's side finds out
 def test_a_host_removes_no_node_with_a_run_in_it(hosts: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the operator's side has found out before."""
     before = ids(hosts)
@@ -210,6 +211,7 @@ def stored(project: Path) -> object:
     return json.loads((project / ".tridock" / CLUSTER / ".keys.json").read_text())
 
 
+@pytest.mark.full  # test_two_operators.py
 def test_another_clone_takes_over_the_clusters_keys(hosts: Rack, clone: Path) -> None:
     with a_run(hosts, "keyed") as run_id:
         before = secrets(hosts)

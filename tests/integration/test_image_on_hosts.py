@@ -139,6 +139,7 @@ def test_a_host_gets_the_layers_that_it_lacks_and_an_edit_alone(
     nothing_is_left(hosts)
 
 
+@pytest.mark.full  # the two below
 def test_hosts_that_pulled_the_base_keep_it_beside_one_that_cannot(
     hosts: Rack, build: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

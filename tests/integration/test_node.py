@@ -94,6 +94,7 @@ def test_sshd_runs_as_the_operator(start_twin) -> None:
     assert inside(twin["node-1"], "ps", "-o", "user=", "-C", "sshd").split() == ["tridock"]
 
 
+@pytest.mark.full
 def test_sixty_four_connections_at_once(start_twin) -> None:
     twin = start_twin()
     # Sixty-four processes for two processors: a greeting may take its time.

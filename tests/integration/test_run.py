@@ -108,7 +108,10 @@ def test_a_stopped_program_continues_in_its_folder_with_its_resume_command(rack_
     ("per", "what"),
     [
         ("", "{} runs the program once per slot, and each starts ranks itself, in a world of 1"),
-        ("--per node", "host-a has a rank 0 in a world of 1, as have all 2 nodes: each trains alone"),
+        pytest.param(
+            *("--per node", "host-a has a rank 0 in a world of 1, as have all 2 nodes: each trains alone"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_program_that_trains_on_each_node_alone_is_no_success(rack_up: Up, code: Path, per: str, what: str) -> None:
@@ -133,6 +136,7 @@ def test_a_run_has_ended_when_its_program_has(rack_up: Up, code: Path) -> None:
         assert host.processes(run_id) == []
 
 
+@pytest.mark.full  # test_security.py: hostile words
 def test_deepspeed_hands_every_word_to_the_ranks(rack_up: Up, code: Path) -> None:
     exit_code, output, _ = run(rack_up.rack, code, f"-- deepspeed main.py {shlex.quote(ARGUMENT)}")
     assert exit_code == 0, output

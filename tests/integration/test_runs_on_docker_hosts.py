@@ -209,6 +209,7 @@ def test_rotated_keys_replace_the_old_ones_while_a_run_continues(paused: PausedR
     assert lives(paused)
 
 
+@pytest.mark.full  # test_faults.py: a neighbour
 def test_stopping_one_of_two_runs_leaves_the_other_alone(paused: PausedRun) -> None:
     rack = paused.rack
     asked = sleeping("second")

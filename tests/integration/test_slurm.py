@@ -343,6 +343,7 @@ def test_a_rank_of_ones_own_program_that_dies_is_named_and_the_program_restarts(
     assert program.lines(job, "metrics.jsonl")[-1]["iteration"] == 150
 
 
+@pytest.mark.full  # test_run.py: on hosts
 def test_a_program_of_ones_own_that_fails_says_why(program: SlurmCluster) -> None:
     run = "tridock run --slurm site.yaml --nodes 2 --workdir mine --env DS_ACCELERATOR=cpu"
     done = program.execute(f"{run} -- deepspeed train.py 5")  # no setup: its file is missing

@@ -115,6 +115,7 @@ def test_the_kernel_kills(containers: Containers, tmp_path: Path) -> None:
     assert lines[5] == "  rule     oom-killed (docs/triage.md)"
 
 
+@pytest.mark.full  # tests/unit/node/test_links.py
 def test_a_link_that_went_down_is_evidence_beside_the_failure(twin: Twin, cpu_image: str) -> None:
     done = begun(twin, FAILS_ON_REQUEST, "--detach", "--run-id-file", "id")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -107,6 +107,7 @@ def test_the_twin_is_still_up_as_the_demo_says(clone: Clone, demo: str) -> None:
     assert "is done; its folder is " in again
 
 
+@pytest.mark.full  # test_doctor.py: hosts
 def test_the_doctor_finds_the_twin_fit(clone: Clone, demo: str) -> None:
     report = json.loads(clone.succeed("fab check --hosts hostfiles/twin --config configs/demo.yaml --json"))
     assert [finding for finding in report["findings"] if finding["severity"] == "fail"] == []

@@ -40,6 +40,7 @@ def up_at_once(rack: Rack, *projects: Path) -> None:
             assert rack.node(source, "ssh", target, "echo $TRIDOCK_NODE") == f"{target}\n"
 
 
+@pytest.mark.full  # two operators, below
 def test_one_operator_twice(rack_up: Up) -> None:
     rack = rack_up.rack
     up_at_once(rack, rack.project, rack.project, rack.project)

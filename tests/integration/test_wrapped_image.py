@@ -37,6 +37,7 @@ def image(docker: str) -> Iterator[str]:
     execute("docker", "image", "rm", name)
 
 
+@pytest.mark.full  # test_host_faults.py has such nodes
 def test_a_program_runs_on_nodes_without_python(image: str, tmp_path: Path) -> None:
     assert succeed("docker", "run", "--rm", image, "bash", "-c", "command -v python3 python || echo none") == "none\n"
     assert succeed("docker", "run", "--rm", image, "py-spy", "--version").startswith("py-spy ")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import thinned
 from tests.patience import STEP_S
 from tests.unit.trackers.conftest import RUN_ID, end, make_run
 from tridock.contracts.trackers import Tracker
@@ -90,7 +91,7 @@ def sent(run: Path, name: str) -> dict[str, int]:
         return {}
 
 
-@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("name", thinned(OFFLINE, ("wandb",)))
 def test_a_killed_tracker_continues_where_it_stopped(name: str, start: Start, python: str, tmp_path: Path) -> None:
     """Each point is there once, also where the run has gone back to a checkpoint in between."""
     run = make_run(tmp_path, OFFLINE[name])

@@ -40,6 +40,7 @@ def test_loss_and_gradient_are_torchs(precision: str, rows: int, monkeypatch: py
     torch.testing.assert_close(ours[1], theirs[1])
 
 
+@pytest.mark.full  # tests/distributed/test_compile.py
 @pytest.mark.parametrize("precision", DTYPES)
 def test_compiled_loss_and_gradient_are_torchs(precision: str) -> None:
     ours, theirs = both(*sample(DTYPES[precision]), scale=512.0, compiled=True)

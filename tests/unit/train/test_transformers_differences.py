@@ -211,14 +211,15 @@ def outcome(seed: int, folder: Path) -> tuple[str, str]:
     return ("without effect" if has_no_effect else "only transformers refuses"), f"{case}: {wanted}"
 
 
-def test_no_changed_key_makes_a_silent_difference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folders", [FOLDERS // 3, pytest.param(FOLDERS, marks=pytest.mark.full)])
+def test_no_changed_key_makes_a_silent_difference(tmp_path: Path, folders: int) -> None:
     found: dict[str, list[str]] = {}
-    for seed in range(FOLDERS):
+    for seed in range(folders):
         how, case = outcome(seed, tmp_path / str(seed))
         found.setdefault(how, []).append(case)
     count = Counter({how: len(cases) for how, cases in found.items()})
     fine = ("refused", "loaded", "loaded with other logits", "without effect")
     assert {how: cases for how, cases in found.items() if how not in fine} == {}
-    assert count["refused"] >= FOLDERS // 5
-    assert count["loaded"] >= FOLDERS // 10
-    assert count["loaded with other logits"] >= FOLDERS // 20
+    assert count["refused"] >= folders // 5
+    assert count["loaded"] >= folders // 10
+    assert count["loaded with other logits"] >= folders // 20

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts.rank_status import LockReport
+from tridock.node.supervisor.verdict import NODE_SILENCE_S
 
-_QUIET_S: Final = 5.0
-"""Seconds for which a device that was taken has to be free: the agent of the run that uses it may be starting again."""
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE: Final = Path("/proc/self/ns/net")
 
@@ -42,14 +41,15 @@ class DeviceLocks:
     def take(self, *, at_once: bool) -> bool:
         """Takes the devices if they are wanted and free; returns whether that is new.
 
-        ``at_once``: the run uses them already, so that nobody else may get them in between.
+        Those that were taken have to be free for as long as another run's agent may need to start again, except
+        ``at_once``: this run uses them already.
         """
         if not (self._wanted and self._missing):
             return False
         now = time.monotonic()
         if taken := tuple(device for device in self._devices if not _is_free(device)):
             self._missing, self._taken_at = taken, now
-        elif at_once or now >= self._taken_at + _QUIET_S:
+        elif at_once or now >= self._taken_at + NODE_SILENCE_S:
             self._bind()
         return not self._missing
 

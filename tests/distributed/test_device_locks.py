@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed.supervised import Make
 from tridock.contracts.run_state import is_supervised
+from tridock.contracts.supervision import Reach
 from tridock.node.agent import device_locks
 from tridock.node.agent.device_locks import DeviceLocks
 from tridock.node.agent.evidence import evidence
@@ -104,3 +105,13 @@ def test_a_restarted_run_has_kept_its_devices(make: Make, device: str) -> None:
     run.signal(1, signal.SIGKILL)
     assert run.end() == 0
     assert [event["event"] for event in run.events("run_restarted", "node_failed")] == ["run_restarted"]
+
+
+def test_a_node_that_does_not_let_the_head_in_is_named_before_the_start(make: Make, device: str) -> None:
+    refuses = ("bash", "-c", "echo 'me@there: Permission denied (publickey).' >&2; exit 255", "{node}")
+    run = make(devices={"here": (device,), "there": ()}, remote=("there",), reach=Reach(refuses))
+    run.start()
+    assert run.end() == 4
+    (failed,) = run.events()
+    assert (failed["node"], failed["cause"]) == ("there", "login_refused")
+    assert run.beat(0) is None

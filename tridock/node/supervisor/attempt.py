@@ -33,6 +33,7 @@ from tridock.node.supervisor.verdict import (
     overdue_ranks,
     rank_without_peer,
     recorded,
+    refused_node,
     separate_worlds,
 )
 
@@ -164,8 +165,9 @@ class Attempt:
         at, since = "", 0.0
         while (found := self._agents.lock_devices()) is not None and not self._is_stopped():
             self._agents.poll(_TICK_S)
-            if (lost := lost_node(self._agents.silence_s(), self._agents.ssh_errors())) is not None:
-                return lost
+            errors = self._agents.ssh_errors()
+            if (end := refused_node(errors) or lost_node(self._agents.silence_s(), errors)) is not None:
+                return end
             node, devices = found[0], ", ".join(found[1])
             if devices and not at:
                 self._print(f"waits for {devices} on {node}, which another run uses")

@@ -107,6 +107,20 @@ def test_a_restarted_run_has_kept_its_devices(make: Make, device: str) -> None:
     assert [event["event"] for event in run.events("run_restarted", "node_failed")] == ["run_restarted"]
 
 
+def test_a_run_that_is_taken_over_locks_them_again(make: Make, device: str) -> None:
+    """The new supervisor begins in an agent's process, and must not keep what that had locked."""
+    devices = {name: (f"{device} {name}",) for name in ("here", "there")}
+    run = make(devices=devices, max_restarts=2, remote=("there",), reach=Reach())
+    run.start()
+    run.train(beyond=20)
+    run.kill("start")
+    run.until(lambda: run.events("run_restarted"))
+    assert run.finish() == 0
+    assert run.events("taken_over", "node_failed")[0]["event"] == "taken_over"
+    for names in devices.values():
+        run.until(lambda names=names: device_locks._is_free(*names))  # type: ignore[misc]
+
+
 def test_a_node_that_does_not_let_the_head_in_is_named_before_the_start(make: Make, device: str) -> None:
     refuses = ("bash", "-c", "echo 'me@there: Permission denied (publickey).' >&2; exit 255", "{node}")
     run = make(devices={"here": (device,), "there": ()}, remote=("there",), reach=Reach(refuses))

@@ -10,6 +10,7 @@ _CONTAINERS: Final = "integration/test_triage.py"
 
 PROVOKED: Final = {
     "login-refused": "integration/test_host_faults.py",
+    "devices-taken": "distributed/test_device_locks.py",
     "oom-killed": _CONTAINERS,
     "shared-memory-too-small": _CONTAINERS,
     "rank-stopped": _RANKS,

@@ -45,7 +45,7 @@ class Event(StrEnum):
     RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason, path? (the file that it waits for)
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
-    NODE_FAILED = "node_failed"  # node, cause, reason: its program, its setup, or the head's login
+    NODE_FAILED = "node_failed"  # node, cause, reason: its program, its setup, its devices, the head's login
     MEMORY_KILLS = "memory_kills"  # node, processes: killed by the kernel for memory in an attempt that failed
     LINK_FAULTS = "link_faults"  # node, link, downs: of a network interface or port in such an attempt
     CLOCK_DIFFERS = "clock_differs"  # node, seconds (ahead of the head's clock; negative: behind) at its end
@@ -112,6 +112,8 @@ class Cause(StrEnum):
     PROGRAM_FAILED = "program_failed"
     # The head's way to a node.
     LOGIN_REFUSED = "login_refused"
+    # A node that gives the run no devices.
+    DEVICES_TAKEN = "devices_taken"
 
     @property
     def event(self) -> Event:
@@ -132,7 +134,7 @@ _EVENTS = {
     **dict.fromkeys(
         (
             *(Cause.SETUP_FAILED, Cause.PROGRAM_NOT_STARTED, Cause.PROGRAM_FAILED, Cause.SEPARATE_WORLDS),
-            Cause.LOGIN_REFUSED,
+            *(Cause.LOGIN_REFUSED, Cause.DEVICES_TAKEN),
         ),
         Event.NODE_FAILED,
     ),

@@ -12,7 +12,7 @@ from tridock.contracts.pretrained import StoredWeights
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 17
+PROTOCOL: Final = 18
 """Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
 notices; a node whose image has another version is then reported."""
 USAGE: Final = 2

@@ -46,6 +46,18 @@ class LinkFaults:
 
 
 @dataclass(frozen=True, slots=True)
+class LockReport:
+    """Which devices a node has locked for the run."""
+
+    domain: str
+    """Where the locks hold: the host and its network namespace; empty without devices."""
+    missing: tuple[str, ...]
+    """The devices that it has not locked: those that another run has, or all."""
+    turn: int
+    """The number of the supervisor's last order about them; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
 class AgentMessage:
     """One message: the status of the ranks, the answer to an order, or nothing but that the node is alive."""
 
@@ -68,5 +80,7 @@ class AgentMessage:
     """Sent with the ranks: how many processes the kernel has killed for memory there since the attempt's start."""
     links: tuple[LinkFaults, ...] = ()
     """Sent with the ranks: the node's links that went down since the attempt's start."""
+    locks: LockReport | None = None
+    """Sent with the ranks."""
     clock_s: float = 0.0
     """Sent with the ranks: the node's clock, in seconds since the epoch."""

@@ -67,6 +67,10 @@ class Supervision:
     """The head's address for the other nodes."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Every node's address for the others, spares included; a node not listed is reached by its name."""
+    devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The devices that the run locks on each node's host, spares included; empty where others may use them, too."""
+    queued: bool = False
+    """Whether the run was queued: then it waits without limit for devices that another run has locked."""
     launcher: str = "local"
     """The launcher that started the ranks: a name in ``tridock.launchers``."""
     reach: Reach = Reach()

@@ -49,7 +49,9 @@ class Run:
     spares: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Nodes that may replace a lost one."""
     addresses: Mapping[str, str] = field(default_factory=dict)
-    """As in :class:`Supervision`."""
+    """As in :class:`Supervision`, as are the next two."""
+    devices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    queued: bool = False
 
     @property
     def port(self) -> int:
@@ -219,6 +221,8 @@ def _supervision(run: Run, launcher: Launcher) -> Supervision:
         spares={node: tuple(numbers) for node, numbers in run.spares.items()},
         master_addr=run.master_addr,
         addresses=run.addresses,
+        devices={node: tuple(names) for node, names in run.devices.items()},
+        queued=run.queued,
         launcher=launcher.name,
         reach=launcher.reach,
         scheduler=launcher.scheduler,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -18,8 +17,7 @@ from tridock.errors import ClusterError, RequestError
 from tridock.ops.hosts.client import NodeClient
 from tridock.ops.hosts.facts import Container, HostState
 from tridock.ops.hosts.hosts import Hosts
-from tridock.ops.runs import neighbours as module
-from tridock.ops.runs.neighbours import await_neighbours, neighbours, refuse_slots_of_neighbours
+from tridock.ops.runs.neighbours import devices_of, neighbours, refuse_slots_of_neighbours
 from tridock.remote import LocalHost
 
 RUN = RunInfo(
@@ -88,20 +86,5 @@ def test_a_node_that_has_gone_since_holds_nothing(client: NodeClient, tmp_path: 
     assert neighbours(client) == []
 
 
-def test_a_queued_run_waits_for_them(
-    client: NodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers(tmp_path, json.dumps([asdict(replace(RUN, slots={"n1": (2,)}))]))
-    waits: list[float] = []
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 3:
-            answers(tmp_path, "[]")
-
-    monkeypatch.setattr(module, "time", Mock(sleep=wait))
-    monkeypatch.setattr(NodeClient, "of", lambda _: client)
-    assert await_neighbours(client) is client
-    assert waits == [10.0] * 3
-    said = f"waiting here for {RUN.run_id}: it is running on slots that this run would use, in cluster vision; "
-    assert capsys.readouterr().err == f"{said}gpu-1: 0, started by ada@desk\n"
+def test_what_a_run_locks(client: NodeClient) -> None:
+    assert devices_of(client) == {"gpu-1": ("GPU 2", "GPU 3"), "gpu-2": ("GPU 2", "GPU 3")}

@@ -2,9 +2,9 @@
 
 It prints the status of the node's ranks as lines of JSON, once a second and as soon as a rank dies, and, while a slow
 disk keeps it from reading them, that it is alive. It reads orders: ``ping LAUNCH AGE`` (the number of the run's
-launches so far, and the seconds since the last one), ``stacks RANK…``, ``signal NAME``, ``stop GRACE``, ``bye``. When
-orders stop coming, the head or the network is gone: the agent then ends the node's part of the run, which is of no
-further use.
+launches so far, and the seconds since the last one), ``lock TURN`` and ``release TURN`` (the node's devices, which it
+locks at its start, too), ``stacks RANK…``, ``signal NAME``, ``stop GRACE``, ``bye``. When orders stop coming, the head
+or the network is gone: the agent then ends the node's part of the run, which is of no further use.
 """
 
 import math
@@ -27,6 +27,7 @@ from tridock.contracts.node_answers import Space, Stopped
 from tridock.contracts.rank_status import AgentMessage
 from tridock.contracts.rotated_logs import RANK_BYTES, rotate
 from tridock.contracts.supervision import Supervision
+from tridock.node.agent.device_locks import DeviceLocks
 from tridock.node.agent.leftovers import Leftovers, lock_waits
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
@@ -94,6 +95,7 @@ class NodeAgent:
         self._folder, self._node, self._on_head = folder, node, node == supervision.head
         self._monitor = RankMonitor(folder, supervision.ranks[node], observed=supervision.observed, node=node)
         self._leftovers, self._at_leftovers = Leftovers(folder.name), threading.Lock()
+        self._locks, self._has_launched = DeviceLocks(supervision.devices.get(node, ())), False
         self._removed: list[str] = []
         self._partial_line = b""
         self._connected = True
@@ -116,6 +118,7 @@ class NodeAgent:
             return self._watch()
         finally:
             self._ended.set()
+            self._locks.release()  # this process may become the run's supervisor
 
     def _watch(self) -> bool:
         last_order = last_round = time.monotonic()
@@ -138,6 +141,7 @@ class NodeAgent:
                 return True
             if not self._connected:
                 continue
+            has_locked = self._locks.take(at_once=self._has_launched)
             statuses = self._monitor.read()
             if self._monitor.awaits_records:
                 continue
@@ -145,12 +149,13 @@ class NodeAgent:
             if not self._released and len(gone) < len(statuses):
                 release(self._folder.name)
                 self._released = True
-            if gone - dead or now - self._reported >= _REPORT_S:
+            if gone - dead or has_locked or now - self._reported >= _REPORT_S:
                 disk = own_disk(self._folder, on_head=self._on_head)
                 stopped, ranks = self._is_stopped(), tuple(statuses)
                 kills, links, missed = self._monitor.memory_kills, self._monitor.link_faults, self._missed_launch
                 about = AgentMessage(ranks, disk, stop_asked=stopped, missed_launch=missed, memory_kills=kills)
-                self._print(replace(about, links=links, clock_s=time.time(), removed=self._take_removed()))
+                about = replace(about, links=links, locks=self._locks.report, clock_s=time.time())
+                self._print(replace(about, removed=self._take_removed()))
                 self._reported, dead = now, gone
 
     def _say_alive(self) -> None:
@@ -217,6 +222,9 @@ class NodeAgent:
         if verb == "ping":
             launch, age_s = int(arguments[0]), float(arguments[1])
             self._missed_launch = launch if container_age_s() < age_s else 0
+            self._has_launched = launch > 0
+        elif verb in ("lock", "release"):
+            self._locks.order(wanted=verb == "lock", turn=int(arguments[0]))
         elif verb == "stacks":
             ranks = [int(rank) for rank in arguments]
             stacks = self._monitor.stacks(ranks)

@@ -17,7 +17,7 @@ from tridock.contracts import environment, heartbeat
 from tridock.contracts.codec import decode
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.node_answers import Space
-from tridock.contracts.rank_status import AgentMessage, LinkFaults, RankStatus
+from tridock.contracts.rank_status import AgentMessage, LinkFaults, LockReport, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.node.supervisor.verdict import StatusByNode
 
@@ -57,6 +57,9 @@ class _Connection:
         self.clocks_s: deque[float] = deque(maxlen=_CLOCKS)
         """How far its clock was ahead of this one's in the last reports, less the time that each was on its way."""
         self.disk: Space | None = None
+        self.locks: LockReport | None = None
+        """Of its devices, since the last order about them."""
+        self._locks_wanted, self._turn = True, 0
         self.stop_asked = False
         self.removed: list[str] = []
         """Files that killed processes had left there, and that nobody has asked for yet."""
@@ -94,6 +97,12 @@ class _Connection:
             if self._process is not None:
                 os.write(self._orders.fileno(), f"{order}\n".encode())
 
+    def order_locks(self, *, wanted: bool) -> None:
+        """Has the node lock its devices, which an agent does at its start, or release them."""
+        if wanted != self._locks_wanted:
+            self.locks, self._locks_wanted, self._turn = None, wanted, self._turn + 1
+            self.send(f"{'lock' if wanted else 'release'} {self._turn}")
+
     def read(self, selector: selectors.BaseSelector, *, answers: bool) -> None:
         """Reads what has arrived; closes a connection that has ended."""
         if self._process is None:
@@ -125,6 +134,8 @@ class _Connection:
                     self.reported_at = self.last_message_at
                     self.memory_kills = max(self.memory_kills, message.memory_kills)
                     self.links = message.links
+                    if message.locks is not None and message.locks.turn == self._turn:
+                        self.locks = message.locks
                     if message.clock_s:
                         self.clocks_s.append(message.clock_s - time.time())
                 elif message != _ALIVE:
@@ -156,6 +167,7 @@ class _Connection:
             if process is None:
                 return
             self.last_message_at = min(self.last_message_at, time.monotonic())
+            self.locks, self._locks_wanted, self._turn = None, True, 0
             self._orders.close()
         for pipe in (self._answers, self._errors):
             if pipe in {key.fileobj for key in selector.get_map().values()}:
@@ -267,6 +279,23 @@ class AgentConnections:
     def clocks_s(self) -> dict[str, float]:
         """Returns how far each node's clock is ahead of this one's (negative: behind), as far as reports tell."""
         return {node: max(connection.clocks_s) for node, connection in self._nodes.items() if connection.clocks_s}
+
+    def lock_devices(self) -> tuple[str, tuple[str, ...]] | None:
+        """Returns the first node that has not locked its devices, with those it lacks as far as it has said; None once
+        all have.
+
+        Runs lock in one order, so that no two wait for each other: nodes after the first that lacks some have none.
+        """
+        locks = {node: connection.locks for node, connection in self._nodes.items() if connection.locks is not None}
+        if late := [node for node in self._nodes if node not in locks]:
+            return late[0], ()
+        first: tuple[str, tuple[str, ...]] | None = None
+        for node in sorted(locks, key=lambda it: locks[it].domain):
+            connection, missing = self._nodes[node], locks[node].missing
+            connection.order_locks(wanted=first is None)
+            if first is None and (missing or connection.locks is None):
+                first = node, missing
+        return first
 
     def disks(self) -> dict[str, Space]:
         """Returns the disk with the run's folder for each node with a disk of its own."""

@@ -13,7 +13,7 @@ from tridock.contracts.hang_limits import STEPS, learnt_s
 from tridock.contracts.lease import HeldLease
 from tridock.contracts.run_state import mark_stopped
 from tridock.contracts.supervision import Supervision
-from tridock.errors import RunError
+from tridock.errors import RequestError, RunError
 from tridock.node.agent.processes import find_processes
 from tridock.node.supervisor.agent_connections import AgentConnections
 from tridock.node.supervisor.disks import Disks
@@ -33,6 +33,7 @@ from tridock.node.supervisor.verdict import (
     overdue_ranks,
     rank_without_peer,
     recorded,
+    refused_node,
     separate_worlds,
 )
 
@@ -53,6 +54,9 @@ _REPORTS_S: Final = 5.0
 """Seconds for all nodes to report after a rank's end: agents wait for the record of an end."""
 _SILENT_S: Final = 3.0
 """Seconds: nodes report once a second, so one silent for this long may be lost."""
+_DEVICES_S: Final = 60.0
+"""Seconds for a node's devices to become free: an agent that has lost its head holds them for up to 30 s, and then they
+have to stay free for 20 s."""
 _SHOWN: Final = 5
 _MAY_FOLLOW: Final = (Cause.RANK_EXITED, Cause.RANK_GONE, Cause.PROGRAM_FAILED)
 """A program that loses a node may end with an error before the node's silence is noticed."""
@@ -84,15 +88,21 @@ class Attempt:
         self.steps = Iterations()
         self.events_before = event_count(folder)
         self._launcher: LauncherProcess | None = None
+        self._script = run_folder.LAUNCH_SCRIPT
         self._says_limit = True
 
     def begin(self, script: str) -> None:
-        """Starts the launcher with ``script`` and connects to the node agents."""
+        """Starts the launcher with ``script``, once the devices are locked, and connects to the node agents."""
         self._lease.check()
-        self._launcher = LauncherProcess(self._folder, script, self._supervision.head)
+        self._script = script
+        if not self._supervision.devices:
+            self._launch()
+        self._agents.poll(0.0)
+
+    def _launch(self) -> None:
+        self._launcher = LauncherProcess(self._folder, self._script, self._supervision.head)
         self._observations.metrics.begin(self._launcher.log_offset, self._supervision)
         self._agents.launched()
-        self._agents.poll(0.0)
 
     def abandon(self) -> None:
         """Ends the launcher."""
@@ -103,6 +113,13 @@ class Attempt:
         """Waits for its end, and ends what is left.
 
         Returns the run's provisional exit code, and the verdict if something failed."""
+        if self._supervision.devices and self._launcher is None:
+            if (refused := self._wait_for_devices()) is not None:
+                return refused.code, self._record(refused)
+            if self._is_stopped():
+                return run_folder.EXIT_STOPPED, None
+            self._lease.check()
+            self._launch()
         verdict = self._wait()
         if verdict is None and self._is_program_preempted():
             append_event(self._folder, Event.RUN_PREEMPTED)
@@ -142,6 +159,25 @@ class Attempt:
             verdict = self._started.lost_session() or self._silent_node() or self._node_without_head() or verdict
             verdict = self._record(verdict)
         return verdict.code, verdict
+
+    def _wait_for_devices(self) -> Verdict | None:
+        """Waits until every node has locked its devices, or the run is to be stopped; returns why it cannot begin."""
+        at, since = "", 0.0
+        while (found := self._agents.lock_devices()) is not None and not self._is_stopped():
+            self._agents.poll(_TICK_S)
+            errors = self._agents.ssh_errors()
+            if (end := refused_node(errors) or lost_node(self._agents.silence_s(), errors)) is not None:
+                return end
+            node, devices = found[0], ", ".join(found[1])
+            if devices and not at:
+                self._print(f"waits for {devices} on {node}, which another run uses")
+            if devices and at != node:
+                at, since = node, time.monotonic()
+            elif devices and time.monotonic() > since + _DEVICES_S and not self._supervision.queued:
+                todo = "wait for it (--queue), leave its slots out (--exclude), or give --share"
+                what = f"has given {devices} to another run, maybe of another cluster (see tridock status); {todo}"
+                return Verdict(Cause.DEVICES_TAKEN, what, node, code=RequestError.exit_code)
+        return None
 
     def _wait(self) -> Verdict | None:
         """Waits until the launcher has ended, the run is to be stopped, or something is wrong."""
@@ -351,7 +387,8 @@ class Attempt:
             beside = f"the kernel killed a process for memory on {', '.join(kills)}"
             verdict = replace(verdict, reason=f"{verdict.reason}; {beside}")
         known = (Event.RUN_FAILED, Event.NODE_FAILED, Event.HEAD_LOST)  # by ranks, the launcher, and a node's agent
-        own = verdict.cause in (Cause.LOGIN_REFUSED, Cause.SEPARATE_WORLDS) and self._failed_node(verdict.code) is None
+        seen = verdict.cause in (Cause.LOGIN_REFUSED, Cause.SEPARATE_WORLDS, Cause.DEVICES_TAKEN)
+        own = seen and self._failed_node(verdict.code) is None
         if verdict.cause.event not in known or own:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
             about |= {"path": verdict.path, "wait_status": verdict.wait_status}

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tridock.contracts.checkpoints import newest
-from tridock.contracts.events import Event, events_of
+from tridock.contracts.events import Cause, Event, events_of
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
 from tridock.node.supervisor.verdict import Verdict
@@ -53,6 +53,8 @@ def refusal(supervision: Supervision, attempts: Sequence[RestartAttempt], now: f
 
 def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | None:
     """Returns why a restart would fail in the same way, or None if it may succeed."""
+    if verdict.cause is Cause.DEVICES_TAKEN:
+        return "another run uses its devices"
     if verdict.code == RequestError.exit_code:
         return "the request is wrong"
     if events_of(folder, Event.RUN_FINISHED):

@@ -185,6 +185,12 @@ def lost_session(log: bytes) -> Verdict | None:
     return Verdict(Cause.SSH_SESSION_LOST, "dropped the ssh session in which its ranks were started", node)
 
 
+def refused_node(ssh_errors: Mapping[str, str]) -> Verdict | None:
+    """Returns a node that does not let the head's own ssh in."""
+    found = ((node, line) for node, line in ssh_errors.items() if LOGIN_REFUSED.search(line))
+    return next((Verdict(Cause.LOGIN_REFUSED, login_refused(line), node) for node, line in found), None)
+
+
 def login_refused(line: str) -> str:
     """Returns why a node's ranks cannot be started, from ssh's line."""
     return f"does not let the head in: {line.strip()}"

@@ -11,7 +11,7 @@ from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import PlacedCode, QueuedRun
 from tridock.contracts.supervision import Supervision
-from tridock.errors import ClusterError, RequestError, TridockError
+from tridock.errors import TridockError
 from tridock.experiment import CommandExperiment
 from tridock.launchers.run import RunBundle, make_bundle
 from tridock.launchers.ssh import Ssh
@@ -19,9 +19,9 @@ from tridock.ops.checks.quick import check_quickly
 from tridock.ops.hosts.attached import NodesLock
 from tridock.ops.hosts.client import NODE, NodeClient
 from tridock.ops.nodes.containers import ensure_up, kept_up
-from tridock.ops.runs.cluster_runs import Run, list_runs, refuse_slots_in_use, require_queue_node, slots_in_use, stop
+from tridock.ops.runs.cluster_runs import list_runs, refuse_slots_in_use, require_queue_node, slots_in_use
 from tridock.ops.runs.code import ARCHIVE_END, Code, archive_member, archive_of
-from tridock.ops.runs.neighbours import await_neighbours, refuse_slots_of_neighbours
+from tridock.ops.runs.neighbours import devices_of, on_our_slots, refuse_slots_of_neighbours
 from tridock.ops.runs.prepared import Preflight, Prepared
 from tridock.ops.runs.provenance import Approve, provenance
 from tridock.ops.runs.removal import remove_interrupted, withdraw
@@ -82,24 +82,21 @@ def launch(
     """Brings the nodes up, checks what the run needs, writes its files on all of them and starts it on the head.
 
     ``check`` runs the doctor's quick checks first; without it only the run's own files and its port are checked.
-    ``share`` allows slots that another run has in use; with ``queue`` the run waits for them, and this for those that
-    another cluster's run uses. ``approve`` is called with the run's manifest and plan before anything is written, and
-    may raise. An error or Ctrl-C leaves no files behind, as long as the head can say that the run has not started.
+    ``share`` allows slots that another run has in use; with ``queue`` the run waits for them. ``approve`` is called
+    with the run's manifest and plan before anything is written, and may raise. An error or Ctrl-C leaves no files
+    behind, as long as the head can say that the run has not started.
     Returns a client of the nodes that are up, too.
     """
     trackers = trackers_of(prepared.experiment)
     if queue:
         require_queue_node(client.hosts)
     image_id, client = ensure_up(client)
-    if queue and not share:
-        client = await_neighbours(client)
     answers: list[Preflight] = []
     questions: list[Callable[[], object]] = []
     if not share and not queue:
-        questions.append(lambda: refuse_slots_in_use(client))
-    if not share:
-        questions.append(lambda: refuse_slots_of_neighbours(client))
-    if check and not (queue and slots_in_use(client)):  # busy devices would fail the checks
+        questions += [lambda: refuse_slots_in_use(client), lambda: refuse_slots_of_neighbours(client)]
+    is_busy = queue and bool(slots_in_use(client) or (not share and on_our_slots(client)))
+    if check and not is_busy:  # busy devices would fail the checks
         on_cpu = prepared.experiment.env.get("DS_ACCELERATOR") == "cpu"
         questions.append(lambda: check_quickly(client, on_cpu=on_cpu))
     questions.append(lambda: check_on_head(client, trackers))
@@ -107,6 +104,7 @@ def launch(
     _ask_at_once(client, questions)
     (found,) = answers
     about = {"image_id": image_id, "image_manifest": found.image_manifest, **found.data}
+    prepared = replace(prepared, devices={} if share else devices_of(client), queued=queue)
     bundle = _bundle(client.cluster, prepared, found.port, **about)
     if approve is not None:
         approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
@@ -115,7 +113,6 @@ def launch(
         remove_interrupted(client, runs)
         if not share and not queue:
             refuse_slots_in_use(client, runs)
-        if not share:
             refuse_slots_of_neighbours(client)
         try:
             put_files(client, bundle, prepared.code)
@@ -126,8 +123,6 @@ def launch(
                 if withdraw(client, bundle.run_id):
                     print(f"run {bundle.run_id} has started, or is queued; see tridock status", file=sys.stderr)
             raise
-        if not share and started.waits_for is None:
-            _stop_beside_neighbours(client, bundle.run_id)
         return started, client
 
 
@@ -151,9 +146,10 @@ def launch_again(
     """Starts a run of the user's own program again: in its folder, with its resume command if it has one. Returns as
     :func:`launch` does."""
     trackers = trackers_of(experiment)
+    image_id, client = ensure_up(client)
+    supervision = replace(supervision, devices={} if share else devices_of(client), queued=False)
     files = {run_folder.SUPERVISION: supervision.to_json().encode()}
     bundle = RunBundle(run_id, f"{run_folder.WORKSPACE}/runs/{run_id}", Command(experiment.command), files)
-    image_id, client = ensure_up(client)
     check_on_head(client, trackers)
     if check:
         check_quickly(client, on_cpu=experiment.env.get("DS_ACCELERATOR") == "cpu")
@@ -161,34 +157,10 @@ def launch_again(
         if not share:
             refuse_slots_in_use(client)
             refuse_slots_of_neighbours(client)
-        started = start(client, lock, bundle, trackers, again=True)
-        if not share:
-            _stop_beside_neighbours(client, run_id)
-        return started, client
-
-
-def _stop_beside_neighbours(client: NodeClient, run_id: str) -> None:
-    """Stops a run that has just started if one of another cluster has started at the same time: no lock is held by
-    both, so each looks once more, and at least one of them sees the other."""
-    try:
-        refuse_slots_of_neighbours(client)
-    except RequestError:
-        try:
-            stop(client, Run(run_id, client.head))
-        except TridockError as error:
-            todo = f"run tridock stop {client.cluster.hosts_option} --run {run_id}"
-            print(
-                f"warning: could not stop {run_id}, which shares slots with another cluster's run: {error}; {todo}",
-                file=sys.stderr,
-            )
-        else:
-            print(f"stopped {run_id}: a run of another cluster started on its slots at the same time", file=sys.stderr)
-        raise
-    except KeyboardInterrupt:
-        print(f"run {run_id} has started; see tridock status", file=sys.stderr)
-        raise
-    except ClusterError as error:
-        print(f"warning: whether another cluster uses the slots of {run_id} was not seen: {error}", file=sys.stderr)
+        packed = b"".join((*(archive_member(*it) for it in files.items()), ARCHIVE_END))
+        receive = ("receive-files", bundle.path)
+        client.hosts.each(lambda node, _: client.node_verb(node, *receive, stdin=packed, timeout=_SEND_S).checked(node))
+        return start(client, lock, bundle, trackers, again=True), client
 
 
 def start(

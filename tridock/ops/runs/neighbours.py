@@ -1,8 +1,6 @@
 """Runs of other clusters on the same hosts, whatever their account, and the slots of this cluster that they use."""
 
 import json
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -18,7 +16,6 @@ from tridock.ops.runs.cluster_runs import by, of_nodes, until
 from tridock.remote import Host
 
 _TIMEOUT_S: Final = 60.0
-_AGAIN_S: Final = 10.0
 # A line for each node of another cluster: its runs, or why it does not say; none if it has gone since.
 _RUNS: Final = """
 for it; do
@@ -77,13 +74,24 @@ def _runs(node: str, other: Container, answer: str) -> tuple[RunInfo, ...]:
         raise ClusterError(Problem(node, what, answer[-300:], "look at it there, or give --share")) from None
 
 
-def _on_our_slots(client: NodeClient) -> list[Problem]:
-    problems = []
+def devices_of(client: NodeClient) -> dict[str, tuple[str, ...]]:
+    """Returns what the slots of each node are on its host, those of spares too; none where nodes share one."""
+    slots = {**client.cluster.spares, **client.cluster.slots} if client.hosts.transport.separate_hosts else {}
+    return {
+        node: tuple(container.device(slot, client.states[node].uuids) for slot in numbers)
+        for node, numbers in slots.items()
+        if (container := client.states[node].container) is not None
+    }
+
+
+def on_our_slots(client: NodeClient) -> list[Problem]:
+    """Returns the runs of other clusters that use slots of this one."""
+    problems, ours = [], devices_of(client)
     for it in neighbours(client):
         slots = {
-            node: [slot for slot in numbers if container.device(slot, client.states[node].uuids) in it.devices[node]]
+            node: [slot for slot, name in zip(numbers, ours[node], strict=True) if name in it.devices[node]]
             for node, numbers in client.cluster.slots.items()
-            if node in it.devices and (container := client.states[node].container) is not None
+            if node in it.devices and node in ours
         }
         if got := of_nodes(slots):
             what = f"is running on slots that this run would use, in cluster {it.cluster}"
@@ -94,20 +102,4 @@ def _on_our_slots(client: NodeClient) -> list[Problem]:
 
 def refuse_slots_of_neighbours(client: NodeClient) -> None:
     """Raises :class:`RequestError` with the runs of other clusters that use slots of this one."""
-    RequestError.raise_for(_on_our_slots(client))
-
-
-def await_neighbours(client: NodeClient) -> NodeClient:
-    """Waits while runs of other clusters use slots of this one, whose queue does not know them.
-
-    Returns a client of the hosts as they are then.
-    """
-    said: set[str] = set()
-    while problems := _on_our_slots(client):
-        for it in problems:
-            if it.where not in said:
-                print(f"waiting here for {it.where}: it {it.what}; {it.got}", file=sys.stderr)
-        said |= {it.where for it in problems}
-        time.sleep(_AGAIN_S)
-        client = NodeClient.of(client.hosts)
-    return client
+    RequestError.raise_for(on_our_slots(client))

@@ -174,6 +174,8 @@ def _bundle(run: RecordedRun, assessment: Assessment, head: str) -> RunBundle:
         manifest=run.manifest,
         master_addr=supervision.addresses.get(head, supervision.master_addr),
         addresses=supervision.addresses,
+        devices=supervision.devices,
+        queued=supervision.queued,
         workspace=str(run.folder.parent.parent),
         spares={node: numbers for node, numbers in supervision.spares.items() if node not in slots},
     )

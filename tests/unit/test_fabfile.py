@@ -294,13 +294,19 @@ def test_status_with_no_host_that_answers(tmp_path: Path) -> None:
     (tmp_path / "lab").write_text("gpu-1 slots=4\n")
     (tmp_path / "ssh_config").write_text(f"Host gpu-1\n  HostName 127.0.0.1\n  Port {port}\n")
     (tmp_path / "lab.yaml").write_text(f"ssh: {{config_file: {tmp_path}/ssh_config, retries: 0}}\n")
+    said = (
+        f"gpu-1: does not answer ssh at 127.0.0.1 port {port}; got Connection refused; "
+        "see that it is up, that its sshd listens at that port (ssh.port), and that no firewall stands between"
+    )
     done = fab("status", "--hosts", str(tmp_path / "lab"))
     assert [cell.strip() for cell in done.stdout.split("│")[1:-1]] == ["gpu-1", "4", "unreachable", ""]
-    assert done.stderr == (
-        f"gpu-1: does not answer ssh at 127.0.0.1 port {port}; got Connection refused; "
-        "see that it is up, that its sshd listens at that port (ssh.port), and that no firewall stands between\n"
-    )
-    assert done.returncode == 3
+    assert (done.returncode, done.stderr) == (3, f"{said}\n")
+    for command in ("status", "runs"):
+        done = fab(command, "--hosts", str(tmp_path / "lab"), "--json")
+        assert (done.returncode, done.stderr) == (3, f"{said}\n")
+        found = json.loads(done.stdout)
+        assert found["problems"] == [{"field": "gpu-1", "message": said, "nearest": []}]
+        assert found["runs"] == []
 
 
 def test_a_program_of_ones_own(tmp_path: Path) -> None:

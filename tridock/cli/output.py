@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from tridock.contracts.codec import JSON_VERSION, as_json
-from tridock.errors import printable
+from tridock.errors import TridockError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,12 +25,25 @@ def say(text: str) -> None:
 
 
 def print_json(**fields: Any) -> None:
-    """Prints the JSON object of a command with ``--json``; its ``problems`` are those of a refused one."""
+    """Prints the JSON object of a command with ``--json``; its ``problems`` are what refused it or is not shown."""
     document = {"version": JSON_VERSION, **fields}
     try:
         say(as_json(document))
     except ValueError:  # the loss of a run that diverged
         say(as_json(json.loads(json.dumps(document), parse_constant=lambda _: None)))
+
+
+def documents(failure: TridockError | None) -> list[dict[str, Any]]:
+    """Returns the ``problems`` of a JSON object."""
+    return [problem.document for problem in failure.problems] if failure is not None else []
+
+
+def exit_code_after(failure: TridockError | None) -> int:
+    """Prints what a command that shows state could not show, if anything; returns its exit code."""
+    if failure is None:
+        return 0
+    print(failure, file=sys.stderr)
+    return failure.exit_code
 
 
 def console() -> Console:

@@ -100,6 +100,9 @@ def test_a_run_of_a_colleague_is_ended_by_force_alone(rack_up: Up) -> None:
         assert ci("cancel", "--run", waiting, "--force") == (0, [])
         assert ci("stop", "--run", run_id, "--force") == (0, [])
         assert state_of(rack, run_id) == "stopped"
+        code, said = ci("resume", "--run", run_id, "--yes", "--no-check")
+        assert (code, said[-1]) == (2, f"{run_id}: {nobody}")
+        assert state_of(rack, run_id) == "stopped"
         assert ci("runs", "rm", "--yes", run_id, waiting) == (2, [f"{run_id}: {nobody}", f"{waiting}: {nobody}"])
         assert ci("runs", "prune", "--keep", "0", "--yes")[0] == 0
         assert rack["host-a"].execute(f"test -d {RUNS}/{run_id}").returncode == 0

@@ -31,7 +31,9 @@ def add(commands: Commands) -> None:
     parser.add_run("run id, or run folder (runs/<run-id>); a folder continues on this machine unless --hosts is given")
     parser.add_set()
     parser.add_argument("--nproc", type=int, metavar="N", help="on this machine: ranks to start (default: as before)")
-    parser.add_flag("--force", "run even if the plan does not fit in GPU memory")
+    parser.add_flag(
+        "--force", "run even if the plan does not fit in GPU memory; your own program, even if somebody else started it"
+    )
     parser.add_yes()
     add_start(parser, "print the plan, the command and the names of the run's files; start nothing")
 
@@ -72,11 +74,11 @@ def _resume_program(arguments: Arguments, hosts: Hosts, folder: Path) -> int:
     from tridock.ops.runs.resume import nodes_of_program
 
     what = "is your own program, which continues in its folder as it was started"
-    _refuse(arguments, folder, ("set", "force", "queue", "dry_run"), what, "leave it out, or begin anew: tridock run")
+    _refuse(arguments, folder, ("set", "queue", "dry_run"), what, "leave it out, or begin anew: tridock run")
     supervision = nodes_of_program(hosts, folder)
     confirm_run(folder, arguments.confirm)
     experiment = load_command(folder / run_folder.EXPERIMENT)
-    options = {"check": arguments.check, "share": arguments.share}
+    options = {"check": arguments.check, "share": arguments.share, "force": arguments.force}
     bundle, client = launch_again(NodeClient.of(hosts), folder.name, supervision, experiment, **options)
     arguments.note(f"run {folder.name}: {shlex.join(experiment.resume_command or experiment.command)}")
     return report_start(arguments, client, bundle)

@@ -19,7 +19,13 @@ from tridock.ops.checks.quick import check_quickly
 from tridock.ops.hosts.attached import NodesLock
 from tridock.ops.hosts.client import NODE, NodeClient
 from tridock.ops.nodes.containers import ensure_up, kept_up
-from tridock.ops.runs.cluster_runs import list_runs, refuse_slots_in_use, require_queue_node, slots_in_use
+from tridock.ops.runs.cluster_runs import (
+    list_runs,
+    refuse_others,
+    refuse_slots_in_use,
+    require_queue_node,
+    slots_in_use,
+)
 from tridock.ops.runs.code import ARCHIVE_END, Code, archive_member, archive_of
 from tridock.ops.runs.neighbours import devices_of, on_our_slots, refuse_slots_of_neighbours
 from tridock.ops.runs.prepared import Preflight, Prepared
@@ -142,9 +148,10 @@ def launch_again(
     *,
     check: bool,
     share: bool,
+    force: bool,
 ) -> tuple[RunBundle, NodeClient]:
-    """Starts a run of the user's own program again: in its folder, with its resume command if it has one. Returns as
-    :func:`launch` does."""
+    """Starts a run of the user's own program again: in its folder, with its resume command if it has one, and one that
+    somebody else has started only with ``force``. Returns as :func:`launch` does."""
     trackers = trackers_of(experiment)
     image_id, client = ensure_up(client)
     supervision = replace(supervision, devices={} if share else devices_of(client), queued=False)
@@ -154,8 +161,11 @@ def launch_again(
     if check:
         check_quickly(client, on_cpu=experiment.env.get("DS_ACCELERATOR") == "cpu")
     with kept_up(client.hosts, image_id) as (lock, client):
+        runs = list_runs(client)
+        if not force:
+            refuse_others(run for run in runs if run.run_id == run_id)
         if not share:
-            refuse_slots_in_use(client)
+            refuse_slots_in_use(client, runs)
             refuse_slots_of_neighbours(client)
         packed = b"".join((*(archive_member(*it) for it in files.items()), ARCHIVE_END))
         receive = ("receive-files", bundle.path)

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from tests.patience import WORK_S
-from tridock.node.supervisor import verdict
+from tridock.contracts import rank_status
 
 LATE_UNTIL = 3
 """The order to stop that a supervisor gives a node once it has found it late."""
@@ -50,7 +50,7 @@ def answer_late(mark: Path, argv: list[str]) -> int:
 if __name__ == "__main__":
     first, *rest = sys.argv[1:]
     if first == "tridock.node":
-        verdict.NODE_SILENCE_S = WORK_S  # type: ignore[misc]  before other modules import it
+        rank_status.NODE_SILENCE_S = WORK_S  # type: ignore[misc]  before other modules import it
         sys.argv = [first, *rest]
         runpy.run_module(first, run_name="__main__")
     else:

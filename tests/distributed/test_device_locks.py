@@ -43,7 +43,7 @@ def test_a_run_whose_devices_stay_taken_fails(make: Make, device: str, another: 
     reason = failed.pop("reason")
     assert failed == {"event": "node_failed", "node": "here", "exit_code": 2, "cause": "devices_taken"}
     assert reason == (
-        f"has given {device} to another run, maybe of another cluster (see tridock status); wait for it (--queue), "
+        f"finds {device} in use by another run, maybe of another cluster (see tridock status); wait for it (--queue), "
         "leave its slots out (--exclude), or give --share"
     )
     assert refused == {"event": "not_restarted", "reason": "another run uses its devices"}

@@ -166,10 +166,10 @@ def test_slots_that_another_cluster_uses_are_not_free(rack_up: Up, second: str) 
         command = ("run", "--workdir", "hostfiles", "--queue", "--run-id-file", "queued", "--", "sh", "-c")
         with rack.attached(*command, "echo be''gan; sleep 9999", hosts=second) as terminal:
             said = "waits for CPU slot 0 on host-a, which another run uses"
-            wait_until(lambda: said in terminal.text(), "the run that its queue has started waits")
+            wait_until(lambda: said in terminal.text(), "the queued run waits for the device")
             assert "began" not in terminal.text()
             assert rack.fab("stop", "--run", run_id, **ADA).returncode == 0
-            wait_until(lambda: "began" in terminal.text(), "it goes on")
+            wait_until(lambda: "began" in terminal.text(), "the queued program starts")
             queued = run_id_of(rack.project / "queued")
             assert rack.fab("stop", "--run", queued, hosts=second).returncode == 0
             terminal.process.wait(STEP_S)

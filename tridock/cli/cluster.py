@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
 from tridock.cli.options import Arguments, Commands, add_command
-from tridock.cli.output import documents, exit_code_after, print_json, print_tables, redraw_tables, say
+from tridock.cli.output import print_json, print_tables, problem_documents, redraw_tables, report_failure, say
 from tridock.errors import ClusterError, Problem, RequestError, TridockError, count
 
 if TYPE_CHECKING:
@@ -126,12 +126,12 @@ def _status(arguments: Arguments) -> int:
         status = _read_status(hosts)
         if arguments.json:
             runs, queue = ([asdict(run) for run in runs] for runs in (status.runs, status.queue))
-            others, problems = [asdict(it) for it in status.others], documents(status.failure)
+            others, problems = [asdict(it) for it in status.others], problem_documents(status.failure)
             about = {"nodes": status.nodes, "runs": runs, "queue": queue, "others": others, "problems": problems}
             print_json(cluster=hosts.cluster.name, **about)
         else:
             print_tables(*_tables(hosts, status))
-        return exit_code_after(status.failure)
+        return report_failure(status.failure)
     with suppress(KeyboardInterrupt):  # the normal end of a watch
         while True:
             status = _read_status(hosts)

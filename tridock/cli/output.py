@@ -33,12 +33,12 @@ def print_json(**fields: Any) -> None:
         say(as_json(json.loads(json.dumps(document), parse_constant=lambda _: None)))
 
 
-def documents(failure: TridockError | None) -> list[dict[str, Any]]:
+def problem_documents(failure: TridockError | None) -> list[dict[str, Any]]:
     """Returns the ``problems`` of a JSON object."""
     return [problem.document for problem in failure.problems] if failure is not None else []
 
 
-def exit_code_after(failure: TridockError | None) -> int:
+def report_failure(failure: TridockError | None) -> int:
     """Prints what a command that shows state could not show, if anything; returns its exit code."""
     if failure is None:
         return 0

@@ -33,7 +33,7 @@ from tridock.cli import (
     weights,
 )
 from tridock.cli.options import Arguments, HelpFormatter, Parser, UsageError
-from tridock.cli.output import documents, print_json
+from tridock.cli.output import print_json, problem_documents
 from tridock.contracts.appends import NO_ROOM
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError, count, cut
 from tridock.extras import extras_explained
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
         raise
     except TridockError as error:
         if as_json:
-            print_json(problems=documents(error))
+            print_json(problems=problem_documents(error))
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

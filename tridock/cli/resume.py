@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     parser.add_set()
     parser.add_argument("--nproc", type=int, metavar="N", help="on this machine: ranks to start (default: as before)")
     parser.add_flag(
-        "--force", "run even if the plan does not fit in GPU memory; your own program, even if somebody else started it"
+        "--force", "run even if the plan does not fit in GPU memory, or if somebody else started your own program"
     )
     parser.add_yes()
     add_start(parser, "print the plan, the command and the names of the run's files; start nothing")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tridock.cli.options import Arguments, Commands, Parser, add_command, says_yes
-from tridock.cli.output import documents, exit_code_after, print_json, print_tables, say
+from tridock.cli.output import print_json, print_tables, problem_documents, report_failure, say
 from tridock.contracts.run_state import RunState
 from tridock.errors import ClusterError, Problem, RequestError, count, printable
 
@@ -87,10 +87,10 @@ def _runs(arguments: Arguments) -> int:
     listed = sorted(known.values(), key=lambda run: (run.created, run.run_id), reverse=True)
     if arguments.json:
         rows = [{**asdict(run), "job": jobs.get(run.run_id), "where": [*where[run.run_id]]} for run in listed]
-        print_json(runs=rows, problems=documents(failure))
+        print_json(runs=rows, problems=problem_documents(failure))
     else:
         print_tables(history_table(listed, {name: ", ".join(it.values()) for name, it in where.items()}))
-    return exit_code_after(failure)
+    return report_failure(failure)
 
 
 def _remove(arguments: Arguments) -> int:

@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from tridock.contracts.node_answers import Space, Stopped
+
+NODE_SILENCE_S: Final = 20.0
+"""Seconds of silence after which the supervisor counts a node as lost, and an agent its head."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tridock.contracts.events import Cause, Event
+from tridock.contracts.rank_status import NODE_SILENCE_S
 from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.restart import RestartAttempt, refusal
 from tridock.node.supervisor.verdict import (
     LOST_S,
-    NODE_SILENCE_S,
     HangLimits,
     RankStatus,
     Verdict,

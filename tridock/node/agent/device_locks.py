@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from tridock.contracts.rank_status import LockReport
-from tridock.node.supervisor.verdict import NODE_SILENCE_S
+from tridock.contracts.rank_status import NODE_SILENCE_S, LockReport
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE: Final = Path("/proc/self/ns/net")

@@ -24,7 +24,7 @@ from tridock.contracts.codec import encode
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import newest
 from tridock.contracts.node_answers import Space, Stopped
-from tridock.contracts.rank_status import AgentMessage
+from tridock.contracts.rank_status import NODE_SILENCE_S, AgentMessage
 from tridock.contracts.rotated_logs import RANK_BYTES, rotate
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent.device_locks import DeviceLocks
@@ -33,7 +33,6 @@ from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
 from tridock.node.probes.limits_and_space import space
-from tridock.node.supervisor.verdict import NODE_SILENCE_S
 
 SILENCE_S: Final = 25.0
 """Seconds without an order after which the head counts as lost; NODE_SILENCE_S after the connection has ended."""

@@ -1,5 +1,6 @@
 """One attempt of a run: what its nodes report until it ends, why it ended, and what is recorded of that."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,7 +56,7 @@ _REPORTS_S: Final = 5.0
 _SILENT_S: Final = 3.0
 """Seconds: nodes report once a second, so one silent for this long may be lost."""
 _DEVICES_S: Final = 60.0
-"""Seconds for a node's devices to become free: an agent that has lost its head holds them for up to 30 s, and then they
+"""Seconds for all nodes' devices to become free: an agent that has lost its head holds them for up to 30 s, and then they
 have to stay free for 20 s."""
 _SHOWN: Final = 5
 _MAY_FOLLOW: Final = (Cause.RANK_EXITED, Cause.RANK_GONE, Cause.PROGRAM_FAILED)
@@ -162,20 +163,19 @@ class Attempt:
 
     def _wait_for_devices(self) -> Verdict | None:
         """Waits until every node has locked its devices, or the run is to be stopped; returns why it cannot begin."""
-        at, since = "", 0.0
+        since = math.inf
         while (found := self._agents.lock_devices()) is not None and not self._is_stopped():
             self._agents.poll(_TICK_S)
             errors = self._agents.ssh_errors()
             if (end := refused_node(errors) or lost_node(self._agents.silence_s(), errors)) is not None:
                 return end
             node, devices = found[0], ", ".join(found[1])
-            if devices and not at:
+            if devices and since == math.inf:
+                since = time.monotonic()
                 self._print(f"waits for {devices} on {node}, which another run uses")
-            if devices and at != node:
-                at, since = node, time.monotonic()
             elif devices and time.monotonic() > since + _DEVICES_S and not self._supervision.queued:
                 todo = "wait for it (--queue), leave its slots out (--exclude), or give --share"
-                what = f"has given {devices} to another run, maybe of another cluster (see tridock status); {todo}"
+                what = f"finds {devices} in use by another run, maybe of another cluster (see tridock status); {todo}"
                 return Verdict(Cause.DEVICES_TAKEN, what, node, code=RequestError.exit_code)
         return None
 

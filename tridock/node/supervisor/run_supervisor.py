@@ -9,6 +9,7 @@ from typing import Final, Self
 from tridock.contracts import run_folder
 from tridock.contracts.events import Cause, Event, append_event, events_of
 from tridock.contracts.lease import HeldLease
+from tridock.contracts.rank_status import NODE_SILENCE_S
 from tridock.contracts.supervision import Supervision
 from tridock.node.probes import ports
 from tridock.node.supervisor.agent_connections import AgentConnections
@@ -31,7 +32,7 @@ from tridock.node.supervisor.restart import (
     previous_attempts,
     refusal,
 )
-from tridock.node.supervisor.verdict import NODE_SILENCE_S, Verdict
+from tridock.node.supervisor.verdict import Verdict
 
 _FIT_PATIENCE_S: Final = 120.0
 

@@ -9,11 +9,9 @@ from typing import Any, Final
 from tridock.contracts import heartbeat
 from tridock.contracts.events import Cause
 from tridock.contracts.hang_limits import LEARNT_STEPS, LIMITS, limit_s
-from tridock.contracts.rank_status import RankStatus
+from tridock.contracts.rank_status import NODE_SILENCE_S, RankStatus
 from tridock.errors import RequestError, RunError, count
 
-NODE_SILENCE_S: Final = 20.0
-"""Seconds of silence after which a node counts as lost."""
 LOST_S: Final = 5.0
 """Seconds for a lost rank's node to report the rank's end."""
 

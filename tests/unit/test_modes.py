@@ -55,11 +55,11 @@ def test_an_image_of_a_clone_that_is_its_owners_alone_opens_to_the_containers_us
 FETCHED = """
 import sys, tarfile
 from pathlib import Path
-from tridock.ops.runs.fetch import _unpack
+from tridock.ops.runs.archives import unpack
 with tarfile.open("a.tar", "w") as archive:
     archive.add(sys.argv[1], "runs/a/run.sh")
     archive.add(sys.argv[2], "runs/a/plan.json")
-_unpack("node-1", Path("a.tar"), Path("home"))
+unpack("node-1", Path("a.tar"), Path("home"))
 """
 
 

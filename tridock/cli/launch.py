@@ -61,7 +61,7 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "fetch", _fetch, "copy a run's folder into runs/", *examples)
     parser.add_cluster()
     parser.add_run()
-    parser.add_flag("--checkpoints", "fetch the checkpoints too")
+    parser.add_flag("--checkpoints", "fetch the checkpoints too, each brought together from the nodes")
     parser.add_quiet()
 
 

@@ -56,8 +56,8 @@ _REPORTS_S: Final = 5.0
 _SILENT_S: Final = 3.0
 """Seconds: nodes report once a second, so one silent for this long may be lost."""
 _DEVICES_S: Final = 60.0
-"""Seconds for all nodes' devices to become free: an agent that has lost its head holds them for up to 30 s, and then they
-have to stay free for 20 s."""
+"""Seconds for the devices of all nodes to become free: an agent that has lost its head holds them for up to 30 s, and
+then they have to stay free for 20 s."""
 _SHOWN: Final = 5
 _MAY_FOLLOW: Final = (Cause.RANK_EXITED, Cause.RANK_GONE, Cause.PROGRAM_FAILED)
 """A program that loses a node may end with an error before the node's silence is noticed."""

@@ -1,0 +1,146 @@
+"""Checkpoints of a run, brought together from the nodes that have them or parts of them."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Final, Self
+
+from tridock.contracts.checkpoint_files import Entry, Illness, Manifest, damage, read_manifest
+from tridock.contracts.checkpoints import MANIFEST, saved_in
+from tridock.contracts.run_folder import write_atomic
+from tridock.errors import ClusterError, Problem, RequestError, count
+from tridock.ops.hosts.client import NodeClient
+from tridock.ops.runs.archives import download, unpack
+from tridock.ops.runs.cluster_runs import Run
+from tridock.progress import size_text
+
+_PACK_LISTS: Final = f'cd "$1" 2>/dev/null || exit 0; set -- */{MANIFEST}; [ -e "$1" ] || exit 0; exec tar -cz "$@"'
+
+
+class Checkpoint:
+    """What the nodes that are up have of a checkpoint; ``parts`` are their manifests, the one that takes precedence
+    first."""
+
+    def __init__(self, iteration: int, name: str, parts: Mapping[str, Manifest]) -> None:
+        self.iteration, self.name = iteration, name
+        self.ill: Illness | None = next((it.ill for it in parts.values() if it.ill is not None), None)
+        self.entries: dict[str, Entry] = {}
+        self.nodes: dict[str, list[str]] = defaultdict(list)
+        """By file, the nodes that have it."""
+        for node, part in parts.items():
+            for file, entry in part.here.items():
+                if self.entries.setdefault(file, entry) == entry:
+                    self.nodes[file].append(node)
+        self.lacking = sorted({file for it in parts.values() for file in it.elsewhere} - self.entries.keys())
+        """The files that only other nodes have."""
+
+    def size(self, files: Iterable[str]) -> int:
+        """Returns the bytes of some of its files."""
+        return sum(self.entries[file].size for file in files)
+
+
+class SavedCheckpoints:
+    """A run's checkpoints on the nodes that are up, in one folder of theirs."""
+
+    def __init__(self, client: NodeClient, run: Run, place: PurePosixPath, found: Iterable[Checkpoint]) -> None:
+        self._client, self._run, self._place = client, run, place
+        self.by_iteration = {it.iteration: it for it in found}
+
+    @classmethod
+    def look(cls, client: NodeClient, run: Run, place: PurePosixPath, folder: Path) -> Self:
+        """Asks every node that is up; ``folder`` is for what they send."""
+        folder.mkdir(exist_ok=True)
+        commands = {node: client.inside(node, "sh", "-c", _PACK_LISTS, "sh", str(place)) for node in client.running()}
+        names: dict[int, str] = {}
+        parts: dict[int, dict[str, Manifest]] = defaultdict(dict)
+        archives = download(client, commands, folder, ".lists.tar.gz", "look", None)
+        for node in sorted(archives, key=lambda it: it != run.head):
+            if archives[node].stat().st_size:
+                unpack(node, archives[node], folder / "lists" / node)
+            for iteration, path in saved_in(folder / "lists" / node).items():
+                if isinstance(manifest := read_manifest(path), Manifest):
+                    names[iteration], parts[iteration][node] = path.name, manifest
+        return cls(client, run, place, (Checkpoint(it, names[it], parts[it]) for it in sorted(parts)))
+
+    @property
+    def whole(self) -> list[int]:
+        """The iterations of those of which no file is missing."""
+        return [iteration for iteration, it in self.by_iteration.items() if not it.lacking]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Those that are not whole."""
+        what, todo = "is not whole on the nodes that are up", "bring up the others (tridock up), then try again"
+        return [
+            Problem(f"{self._run.run_id}/{it.name}", what, f"no {it.lacking[0]}", todo)
+            for it in self.by_iteration.values()
+            if it.lacking
+        ]
+
+    def choose(self, iteration: int | None) -> int:
+        """Returns ``iteration``, or that of the newest whole checkpoint: one in ill health only if there is no other.
+
+        Raises :class:`RequestError` if the nodes that are up have no such checkpoint.
+        """
+        whole = self.whole
+        healthy = (it for it in whole if self.by_iteration[it].ill is None)
+        chosen = max(healthy, default=max(whole, default=None)) if iteration is None else iteration
+        if chosen is not None and chosen in whole:
+            return chosen
+        got = "" if iteration is None else f"--iteration {iteration}"
+        todo = f"whole are {', '.join(map(str, whole))}"
+        if not whole:
+            up = "bring up the nodes that have the rest (tridock up)"
+            todo = f"wait until it has saved (train.save_interval), or {up}"
+        what = "no whole checkpoint of it is on the nodes that are up"
+        raise RequestError(Problem(self._run.run_id, what, got, todo))
+
+    def bring(self, iteration: int, folder: Path, here: Path, target: Path) -> None:
+        """Downloads a whole checkpoint to a folder in ``target``, without the files that are whole in ``here`` already.
+
+        Each is compared with its hash; another node's copy replaces one that has changed or is missing. ``folder`` is
+        for what the nodes send. Raises :class:`ClusterError` with the files of which no copy is whole.
+        """
+        it = self.by_iteration[iteration]
+        here, target = here / it.name, target / it.name
+        missing = [file for file in it.entries if any(damage(here, it.entries, [file], read=True))]
+        if not self._client.hosts.quiet:
+            total = f"{count(len(it.entries), 'file')}, {size_text(it.size(it.entries))}"
+            rest = "" if len(missing) == len(it.entries) else f"; {size_text(it.size(missing))} are not here yet"
+            print(f"{self._run.run_id}: fetch the checkpoint of iteration {iteration}, {total}{rest}", file=sys.stderr)
+        untried = {file: list(it.nodes[file]) for file in missing}
+        damaged: dict[str, list[Problem]] = defaultdict(list)
+        while missing:
+            ClusterError.raise_for(problem for file in missing if not untried[file] for problem in damaged[file])
+            asked = {file: untried[file].pop(0) for file in missing}
+            self._download(it, asked, folder, target)
+            for file, node in asked.items():
+                where = f"{self._run.run_id}/{it.name}/{file} on {node}"
+                found = [replace(problem, where=where) for problem in damage(target, it.entries, [file], read=True)]
+                damaged[file] += found
+                if not found:
+                    missing.remove(file)
+        write_atomic(target / MANIFEST, Manifest(it.entries, ill=it.ill).to_bytes())
+
+    def _download(self, it: Checkpoint, asked: Mapping[str, str], folder: Path, target: Path) -> None:
+        """Downloads files, each from a node; one that it cannot read does not come."""
+        argv = ("tar", "-C", str(self._place / it.name), "-c", "--ignore-failed-read", "--null", "-T", "-")
+        files: dict[str, list[str]] = defaultdict(list)
+        for file, node in asked.items():
+            files[node].append(file)
+        names = {node: "\0".join(own).encode(errors="surrogateescape") for node, own in files.items()}
+        commands = {node: self._client.inside(node, *argv, stdin=own) for node, own in names.items()}
+        try:
+            archives = download(self._client, commands, folder, ".tar", f"fetch {self._run.run_id}", it.size(asked))
+        except ClusterError:
+            again = self.look(self._client, self._run, self._place, folder / "again")
+            if it.iteration in again.by_iteration:
+                raise
+            what = f"the checkpoint of iteration {it.iteration} was removed while it was fetched"
+            todo = "try again; train.keep_checkpoints is how many a run keeps"
+            raise ClusterError(Problem(self._run.run_id, what, "", todo)) from None
+        for node, archive in archives.items():
+            unpack(node, archive, target)
+            archive.unlink()

@@ -15,6 +15,10 @@ from tridock.errors import RequestError, RunError, count
 LOST_S: Final = 5.0
 """Seconds for a lost rank's node to report the rank's end."""
 
+_SEEN_LATE_S: Final = 1.0
+"""Seconds: what watches a rank of your own program may see its end this late on a busy machine, and a launcher ends the
+others with SIGTERM a tenth of a second after the first."""
+
 _STOPPED_S: Final = 1.0
 """Seconds; a sampling debugger stops a process for less."""
 
@@ -72,8 +76,12 @@ def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
     if not found:
         return None
     since, node, status = max(found, key=lambda entry: (entry[0], -entry[2].rank))
-    if status.wait_status == signal.SIGTERM and (first := first_gone(statuses_by_node, since)) is not None:
-        return first
+    if status.wait_status == signal.SIGTERM:
+        if (first := first_gone(statuses_by_node, since)) is not None:
+            return first
+        itself = [it for it in found if it[2].wait_status != signal.SIGTERM and it[0] > since - _SEEN_LATE_S]
+        if status.phase == heartbeat.OBSERVED and itself:
+            _, node, status = max(itself, key=lambda entry: (entry[0], -entry[2].rank))
     if status.phase == heartbeat.FAILED:
         return Verdict(Cause.RANK_FAILED, "failed", node, status.rank, status.code or RunError.exit_code)
     asked_to_end = status.wait_status == signal.SIGTERM

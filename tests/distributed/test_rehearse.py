@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import thinned
 from tests.distributed.ranks import ROOT, rank_environment, read_lines
 from tests.patience import STEP_S, WORK_S
 from tridock.contracts.run_folder import EXPERIMENT
@@ -65,17 +66,18 @@ class Rehearsal:
         return output, Path(line)
 
 
-def test_an_experiment_in_3d_from_transformers_weights(demo: Path) -> None:
+@pytest.mark.parametrize("tensor", thinned([1, 2], [1]))
+def test_a_pipeline_from_transformers_weights(demo: Path, tensor: int) -> None:
     arguments = [
-        *("--nodes", "1", "--gpus-per-node", "4"),
+        *("--nodes", "1", "--gpus-per-node", f"{2 * tensor}", "--set", f"parallel.tensor_model_parallel_size={tensor}"),
         *("--set", "model={preset: llama-3.2-1b, vocab_size: null, seq_length: 2048, hidden_dropout: 0.1}"),
         *("--set", "train.load=hf:models/llama", "--set", "precision=bf16"),
         *("--set", "train.sample_prompts=['def ']", "--set", "train.eval_interval=100"),
     ]
     with Rehearsal(demo, str(ROOT / "configs/demo-3d.yaml"), *arguments) as rehearsal:
         output, run = rehearsal.end()
-    assert "real sizes  can run · TP2 PP2 DP1 · 4 ranks" in output
-    assert "trained     TP2 PP2 DP1 on 4 ranks, 24 iterations" in output
+    assert f"real sizes  can run · TP{tensor} PP2 DP1 · {2 * tensor} ranks" in output
+    assert f"trained     TP{tensor} PP2 DP1 on {2 * tensor} ranks, 24 iterations" in output
     assert "equal to the last bit" in output
     assert "loaded      train.load hf: of these weights" in output
     assert "\n  model.num_layers               16 to 4\n" in output
@@ -84,7 +86,7 @@ def test_an_experiment_in_3d_from_transformers_weights(demo: Path) -> None:
     assert set((run / "rehearsal.txt").read_text().splitlines()) <= set(output.splitlines())
     events = read_lines(run / "events.jsonl")
     (restarted,) = (event for event in events if event["event"] == "run_restarted")
-    assert restarted["reason"].startswith("rank 3 on localhost was ended by SIGKILL after iteration ")
+    assert restarted["reason"].startswith(f"rank {2 * tensor - 1} on localhost was ended by SIGKILL after iteration ")
     assert [event["iteration"] for event in events if event["event"] == "checkpoint_loaded"] == [restarted["iteration"]]
     small = load_experiment(run / EXPERIMENT)
     assert (small.name, small.precision, small.model.normalization) == ("demo-3d-rehearsal", "bf16", "RMSNorm")

@@ -25,13 +25,13 @@ def tridock(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_that_has_ended_early_is_continued_to_its_end(tmp_path: Path) -> None:
     make_data(tmp_path)
-    made = make_run(tmp_path, "unused", 2, **{"train.save": True, "parallel.strategy": "fsdp"})
+    made = make_run(tmp_path, "unused", 1, **{"train.save": True, "batch.global_batch_size": 8})
     (made / "experiment.yaml").rename(tmp_path / "e.yaml")
     made.rmdir()
     schedule = "--set=optimizer.lr_decay_iters=8"
     runs = [tmp_path / name for name in ("whole", "half", "rest")]
     for file, more in zip(runs, ((), ("--set=train.train_iters=4",)), strict=False):
-        done = tridock(tmp_path, "train", "e.yaml", "--nproc", "2", schedule, f"--run-id-file={file}", *more)
+        done = tridock(tmp_path, "train", "e.yaml", "--nproc", "1", schedule, f"--run-id-file={file}", *more)
         assert done.returncode == 0, done.stdout + done.stderr
     whole, half = (tmp_path / "runs" / file.read_text().strip() for file in runs[:2])
     done = tridock(tmp_path, "resume", f"runs/{half.name}")
@@ -40,7 +40,7 @@ def test_a_run_that_has_ended_early_is_continued_to_its_end(tmp_path: Path) -> N
         f"train.train_iters: {half.name} has come to its end; got 4 iterations; give more: --set train.train_iters=8",
     )
     load = f"train.load=runs/{half.name}/checkpoints"
-    argv = ("train", "e.yaml", "--nproc", "2", schedule, "--set", load, "--set", "batch.global_batch_size=16")
+    argv = ("train", "e.yaml", "--nproc", "1", schedule, "--set", load, "--set", "batch.global_batch_size=16")
     done = tridock(tmp_path, *argv)
     choice = "train.override_checkpoint=[batch.global_batch_size]"
     assert (done.returncode, done.stderr.splitlines()[1:]) == (  # after a warning about the tokenizer

@@ -226,7 +226,7 @@ def test_a_lost_host_without_copies_costs_what_it_alone_had(rack_up: Up, strateg
     else:
         assert events("not_restarted")
         log = rack_up.rack["host-a"].sh(f"cat {RUNS}/{run_id_of(rack_up.rack.project / strategy)}/logs/launcher.log")
-        assert "is on no node; " in log
+        assert "is on no node of this run; " in log
         assert "train.checkpoint_copies" in log
 
 

@@ -42,9 +42,11 @@ def _resume(arguments: Arguments) -> int:
     """Continue a run that has stopped, failed, lost its nodes or come to its end, with changes, as a new run (under
     Slurm in a new job), from the newest checkpoint that is whole, wherever its nodes have the files. Your own program
     continues in its folder."""
+    from tridock.cluster.settings import load_cluster
     from tridock.experiment import is_command
+    from tridock.ops.hosts.hosts import Hosts
     from tridock.ops.runs.prepare import prepare_on
-    from tridock.ops.runs.resume import continuation, folder_on
+    from tridock.ops.runs.resume import check_files, continuation, folder_on
 
     named = arguments.named_run
     if arguments.hosts is None and named is not None:
@@ -61,6 +63,7 @@ def _resume(arguments: Arguments) -> int:
     if is_command(folder / run_folder.EXPERIMENT):
         return _resume_program(arguments, hosts, folder)
     found = continuation(folder, arguments.set, arguments.confirm)
+    check_files(hosts, Hosts(load_cluster(arguments.hostfile)), folder.name, found.load)
     prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
     say(str(found))
     return start(arguments, hosts, prepared)

@@ -2,15 +2,17 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import check_run
-from tridock.contracts.run_folder import CHECKPOINTS, CODE_COPY, EXPERIMENT, SUPERVISION, read_text
+from tridock.contracts.run_folder import CHECKPOINTS, CODE_COPY, EXPERIMENT, SUPERVISION, WORKSPACE, read_text
 from tridock.contracts.supervision import Supervision
 from tridock.differences import flattened
-from tridock.errors import Problem, RequestError
+from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment, is_command, load_experiment, recorded_experiment
 from tridock.experiment.training import learning_rate, training_fields
 from tridock.ops.hosts.client import NodeClient
@@ -18,6 +20,7 @@ from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs.cluster_runs import Run, list_runs
 from tridock.ops.runs.fetch import newest_copy
 from tridock.ops.runs.recorded_run import Confirm, confirm_run
+from tridock.ops.runs.saved_checkpoints import SavedCheckpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Continuation:
     """What continues a run: its experiment, the overrides, and lines about what they do."""
 
     config: Path
+    load: str
+    """The folder of its checkpoints, in the workspace."""
     overrides: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -78,7 +83,36 @@ def continuation(
     RequestError.raise_for([*_iterations(run, now, at), *_schedule(before, now, changes)])
     # Without events the head, which has them, is gone, or the run ended before its first checkpoint.
     where = [f"continues from what is in {load}"] if at is None else _position(now, at)
-    return Continuation(config, overrides, (*_changed(before, now), *where))
+    return Continuation(config, load, overrides, (*_changed(before, now), *where))
+
+
+def check_files(hosts: Hosts, everywhere: Hosts, run_id: str, load: str) -> None:
+    """Raises :class:`RequestError` if the newest checkpoint in ``load`` is whole only with files on nodes of
+    ``everywhere`` that are not in ``hosts``: the ranks would not find them.
+
+    Where a node is not up, what it has is not known, and the ranks will tell.
+    """
+    if everywhere.nodes == hosts.nodes:
+        return
+    ours = _saved_on(hosts, run_id, load)
+    if ours is None or max(ours.by_iteration, default=-1) in ours.whole:
+        return
+    newest = max(theirs.whole, default=-1) if (theirs := _saved_on(everywhere, run_id, load)) is not None else -1
+    if newest > max(ours.whole, default=-1):
+        option, chosen = everywhere.cluster.hosts_option, shlex.quote("@".join(hosts.nodes))
+        bring = f"tridock fetch {option} --run {run_id} --checkpoints"
+        bring = f"{bring}; then tridock data sync {option} --include {chosen} --path {shlex.quote(load)}"
+        what = f"iteration {newest} is whole only with files of other nodes than the run's"
+        raise RequestError(Problem(load, what, ", ".join(hosts.nodes), f"add those nodes, or bring the files: {bring}"))
+
+
+def _saved_on(hosts: Hosts, run_id: str, load: str) -> SavedCheckpoints | None:
+    """Returns what the hosts' nodes have in ``load``; None if one of them is not up."""
+    with TemporaryDirectory() as folder, suppress(ClusterError):
+        client = NodeClient.of(hosts)
+        if len(client.running()) == len(client.states):
+            return SavedCheckpoints.look(client, Run(run_id, hosts.head), PurePosixPath(WORKSPACE, load), Path(folder))
+    return None
 
 
 def nodes_of_program(hosts: Hosts, run: Path) -> Supervision:

@@ -159,8 +159,9 @@ def _bring(
     leader = leaders[ranks.rank]
     with agree_on_errors(ranks):
         if missing := [name for name in sorted(wanted[leader]) if (name, leader) not in coming]:
-            todo = "bring its node back, or continue from another checkpoint (train.checkpoint_copies: 2 prevents this)"
-            raise RequestError(Problem(str(folder / name), "is on no node", "", todo) for name in missing)
+            todo = "add the node that has it, or continue from another checkpoint"
+            todo = f"{todo} (train.checkpoint_copies: 2 prevents this)"
+            raise RequestError(Problem(str(folder / name), "is on no node of this run", "", todo) for name in missing)
     if not moved:
         return
     if ranks.first:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +14,7 @@ from tridock.cli.launch import add_start, report_job, report_start, start, start
 from tridock.cli.options import Arguments, Commands, add_command
 from tridock.cli.output import say
 from tridock.contracts import run_folder
-from tridock.errors import Problem, RequestError
+from tridock.errors import ClusterError, Problem, RequestError
 
 if TYPE_CHECKING:
     from tridock.ops.hosts.hosts import Hosts
@@ -46,7 +49,7 @@ def _resume(arguments: Arguments) -> int:
     from tridock.experiment import is_command
     from tridock.ops.hosts.hosts import Hosts
     from tridock.ops.runs.prepare import prepare_on
-    from tridock.ops.runs.resume import check_files, continuation, folder_on
+    from tridock.ops.runs.resume import continuation, folder_on, newest_on
 
     named = arguments.named_run
     if arguments.hosts is None and named is not None:
@@ -59,14 +62,30 @@ def _resume(arguments: Arguments) -> int:
         raise RequestError(Problem("--nproc", "is for this machine", str(arguments.nproc), "give --nodes or --slots"))
     hosts = arguments.open_hosts(lambda cluster: cluster.first(arguments.nodes, arguments.slots))
     home = Path("runs") if named is None or "/" not in named else Path(named).parent
-    folder = folder_on(hosts, None if named is None else Path(named).name, home)
-    if is_command(folder / run_folder.EXPERIMENT):
-        return _resume_program(arguments, hosts, folder)
-    found = continuation(folder, arguments.set, arguments.confirm)
-    check_files(hosts, Hosts(load_cluster(arguments.hostfile)), folder.name, found.load)
-    prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
-    say(str(found))
-    return start(arguments, hosts, prepared)
+    with _or_without(hosts):
+        folder = folder_on(hosts, None if named is None else Path(named).name, home)
+        if is_command(folder / run_folder.EXPERIMENT):
+            return _resume_program(arguments, hosts, folder)
+        newest = partial(newest_on, hosts, Hosts(load_cluster(arguments.hostfile)), folder.name)
+        found = continuation(folder, arguments.set, arguments.confirm, newest=newest)
+        prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
+        say(str(found))
+        return start(arguments, hosts, prepared)
+
+
+@contextmanager
+def _or_without(hosts: Hosts) -> Iterator[None]:
+    """Adds to the errors of hosts that do not answer, maybe for good, how a run continues without them."""
+    try:
+        yield
+    except ClusterError as error:
+        lost = {it.where for it in error.problems if it.where in hosts.nodes and "does not answer" in it.what}
+        if not lost or lost == set(hosts.nodes):
+            raise
+        todo = f"or continue without it: --exclude {shlex.quote('@'.join(sorted(lost)))}"
+        raise ClusterError(
+            replace(it, todo=f"{it.todo}; {todo}") if it.where in lost else it for it in error.problems
+        ) from None
 
 
 def _resume_program(arguments: Arguments, hosts: Hosts, folder: Path) -> int:
@@ -89,8 +108,6 @@ def _resume_program(arguments: Arguments, hosts: Hosts, folder: Path) -> int:
 
 def _resume_job(arguments: Arguments, folder: Path) -> int:
     """Continues a run of Slurm in another job: an engine's as a new run, your own program in its folder."""
-    from dataclasses import replace
-
     from tridock.experiment import is_command
     from tridock.ops.slurm.jobs import in_queue
     from tridock.ops.slurm.submit import resumed, submit_again

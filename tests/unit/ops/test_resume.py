@@ -10,9 +10,10 @@ import pytest
 
 from tests.experiments import with_fields
 from tridock.cli import main
+from tridock.cli.resume import _or_without
 from tridock.cluster.settings import load_cluster
 from tridock.contracts.events import Event, append_event
-from tridock.errors import TridockError
+from tridock.errors import ClusterError, Problem, TridockError
 from tridock.experiment import dump_experiment, load_experiment
 from tridock.experiment.command import CommandExperiment
 from tridock.launchers.run import make_bundle
@@ -100,6 +101,11 @@ def test_a_run_whose_events_are_gone_with_its_head(tmp_path: Path) -> None:
     append_event(run, Event.CHECKPOINT_SAVED, iteration="7")  # of a host that writes something else
     found = continuation(run, [], lambda *_: None)
     assert found.notes == ("continues from what is in runs/t-1/checkpoints",)
+    # The nodes that are left have its checkpoints.
+    found = continuation(run, [], lambda *_: None, newest={"runs/t-1/checkpoints": 40}.get)
+    assert found.notes[0] == "continues after iteration 40 of 100 at the latest, with learning rate 0.000661"
+    with pytest.raises(TridockError, match="has come to its end; got 100 iterations"):
+        continuation(run, [], lambda *_: None, newest=lambda _: 100)
 
 
 def test_what_cannot_be_continued(tmp_path: Path) -> None:
@@ -154,3 +160,19 @@ def test_options_of_the_other_way_are_refused(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "lab").write_text("node-1 slots=1\n")
     assert main(["resume", "--hosts", str(tmp_path / "lab"), "--nproc", "0"]) == 2
     assert capsys.readouterr().err == "--nproc: is for this machine; got 0; give --nodes or --slots\n"
+
+
+@pytest.mark.parametrize(("lost", "hint"), [("a", "; or continue without it: --exclude a"), ("a b", ""), ("", "")])
+def test_a_host_that_does_not_answer_may_be_left_out(tmp_path: Path, lost: str, hint: str) -> None:
+    (tmp_path / "pair").write_text("a slots=1\nb slots=1\n")
+    problems = [
+        Problem(node, f"does not answer ssh at {node} port 22", "No route to host", "see") for node in lost.split()
+    ]
+    problems += [Problem("b", "its node is not running", "", "see")] if len(problems) < 2 else []
+    with (
+        pytest.raises(ClusterError) as caught,
+        _or_without(Hosts(load_cluster(tmp_path / "pair", project_folder=tmp_path))),
+    ):
+        raise ClusterError(problems)
+    first = f"a: does not answer ssh at a port 22; got No route to host; see{hint}"
+    assert str(caught.value).splitlines()[0] == (first if lost else "b: its node is not running; see")

@@ -1,7 +1,7 @@
 """Continues a run that has stopped, failed, lost its head or come to its end, with changes, as a new run."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,8 +28,6 @@ class Continuation:
     """What continues a run: its experiment, the overrides, and lines about what they do."""
 
     config: Path
-    load: str
-    """The folder of its checkpoints, in the workspace."""
     overrides: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -52,10 +50,15 @@ def folder_on(hosts: Hosts, run_id: str | None, home: Path) -> Path:
 
 
 def continuation(
-    run: Path, changes: Sequence[str], confirm: Confirm, request: Mapping[str, object] | None = None
+    run: Path,
+    changes: Sequence[str],
+    confirm: Confirm,
+    request: Mapping[str, object] | None = None,
+    newest: Callable[[str], int | None] = lambda _: None,
 ) -> Continuation:
     """Returns how the run in a folder continues with these ``--set`` changes, once ``confirm`` allows what it sets, and
-    what the ``request`` of its job does.
+    what the ``request`` of its job does. ``newest`` tells the iteration of the newest checkpoint in a folder of the
+    workspace, or raises; None if that is not known.
 
     Raises :class:`RequestError` if there is nothing to continue, or a change leaves the learning rate to guess.
     """
@@ -79,31 +82,35 @@ def continuation(
     if (chosen := _chosen(before, now, changes)) or before.train.override_checkpoint:
         overrides = (f"train.override_checkpoint=[{', '.join(chosen)}]", *overrides)
     saved = [event.get("iteration") for event in events_of(run, Event.CHECKPOINT_SAVED)]
-    at = max((it for it in saved if isinstance(it, int)), default=None)
-    RequestError.raise_for([*_iterations(run, now, at), *_schedule(before, now, changes)])
+    found = newest(load)
     # Without events the head, which has them, is gone, or the run ended before its first checkpoint.
+    at = max((it for it in saved if isinstance(it, int)), default=found)
+    RequestError.raise_for([*_iterations(run, now, at), *_schedule(before, now, changes)])
     where = [f"continues from what is in {load}"] if at is None else _position(now, at)
-    return Continuation(config, load, overrides, (*_changed(before, now), *where))
+    return Continuation(config, overrides, (*_changed(before, now), *where))
 
 
-def check_files(hosts: Hosts, everywhere: Hosts, run_id: str, load: str) -> None:
-    """Raises :class:`RequestError` if the newest checkpoint in ``load`` is whole only with files on nodes of
-    ``everywhere`` that are not in ``hosts``: the ranks would not find them.
+def newest_on(hosts: Hosts, everywhere: Hosts, run_id: str, load: str) -> int | None:
+    """Returns the iteration of the newest checkpoint in ``load`` that is whole on the hosts' nodes; None if there is
+    none, or a node is not up: the ranks will tell.
 
-    Where a node is not up, what it has is not known, and the ranks will tell.
+    Raises :class:`RequestError` if a newer one is whole with files on nodes of ``everywhere`` that are not in
+    ``hosts``: the ranks would not find them.
     """
-    if everywhere.nodes == hosts.nodes:
-        return
     ours = _saved_on(hosts, run_id, load)
-    if ours is None or max(ours.by_iteration, default=-1) in ours.whole:
-        return
-    newest = max(theirs.whole, default=-1) if (theirs := _saved_on(everywhere, run_id, load)) is not None else -1
-    if newest > max(ours.whole, default=-1):
+    if ours is None:
+        return None
+    own = newest = max(ours.whole, default=-1)
+    if everywhere.nodes != hosts.nodes and max(ours.by_iteration, default=0) > own:
+        theirs = _saved_on(everywhere, run_id, load)
+        newest = own if theirs is None else max(theirs.whole, default=own)
+    if newest > own:
         option, chosen = everywhere.cluster.hosts_option, shlex.quote("@".join(hosts.nodes))
         bring = f"tridock fetch {option} --run {run_id} --checkpoints"
         bring = f"{bring}; then tridock data sync {option} --include {chosen} --path {shlex.quote(load)}"
         what = f"iteration {newest} is whole only with files of other nodes than the run's"
         raise RequestError(Problem(load, what, ", ".join(hosts.nodes), f"add those nodes, or bring the files: {bring}"))
+    return own if own >= 0 else None
 
 
 def _saved_on(hosts: Hosts, run_id: str, load: str) -> SavedCheckpoints | None:

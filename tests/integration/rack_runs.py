@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +60,25 @@ class PausedRun:
         ranks = self.rack["host-a"].ranks(self.run_id)
         assert ranks, "the paused run has lost its rank"
         self.rack["host-a"].signal("CONT", ranks)
+
+
+@contextmanager
+def a_run(rack: Rack, name: str, *options: str, config: str | None = None) -> Iterator[str]:
+    """A run of a program that sleeps on both nodes, or that of a configuration."""
+    started = ("run", "--config", config, "--detach", "--run-id-file", name) if config else sleeping(name)
+    done = rack.fab(*started, "--no-check", *options, *(() if config else SLEEP))
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = run_id_of(rack.project / name)
+    try:
+        wait_until(lambda: all(host.processes(run_id, "^sleep") for host in rack), "its ranks have started")
+        yield run_id
+    finally:
+        rack.fab("stop", "--run", run_id)
+
+
+def one_host(rack: Rack) -> dict[str, object]:
+    """Settings of a cluster of host-b alone."""
+    return {"nodes": {"host-b": {"address": rack["host-b"].address}}}
 
 
 def lives(paused: PausedRun) -> bool:

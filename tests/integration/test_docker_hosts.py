@@ -157,6 +157,29 @@ def test_what_a_registry_has_is_pulled_and_older_images_go_when_asked(rack_up: U
                 host.execute('docker image rm $(docker image ls --quiet "$1")', base.rpartition(":")[0])
 
 
+# ---- what is not ours ----------------------------------------------------------------------------
+
+
+def test_a_container_that_tridock_did_not_start_is_left_alone(rack_up: Up) -> None:
+    rack = rack_up.rack
+    other, host = rack.write_cluster("foreign"), rack["host-b"]
+    try:
+        host.sh(f"docker run --detach --network none --name tridock-foreign {rack.image} sleep 9999")
+        before = host.sh("docker inspect --format '{{.Id}}' tridock-foreign")
+        for task in ("up", "down"):
+            done = rack.fab(task, hosts=other)
+            assert done.returncode == 3
+            assert done.stderr.splitlines()[0] == (
+                f"host-b: its container tridock-foreign is not this cluster's; got one of {rack.image}, which Tridock "
+                "did not start; use its folder (workdir) or account (ssh.user), or give this cluster another name: "
+                "rename its hostfile"
+            )
+        assert host.sh("docker inspect --format '{{.Id}}' tridock-foreign") == before
+        assert "tridock-foreign" not in rack["host-a"].containers()
+    finally:
+        host.sh("docker rm --force tridock-foreign")
+
+
 # ---- some of the nodes, none of the nodes --------------------------------------------------------
 
 

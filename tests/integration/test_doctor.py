@@ -183,6 +183,7 @@ def cluster(rack: Rack, name: str, **settings: Any) -> Iterator[str]:
             (rack.project / f"{hosts}{suffix}").unlink()
 
 
+@pytest.mark.full  # tests/unit/ops/checks
 def test_an_sshd_of_the_hosts_own_on_the_nodes_port_stops_a_launch_before_it_writes(rack: Rack) -> None:
     """Host-b's node listens where only itself hears it; at the address that others call, the host's own sshd does."""
     host = rack["host-b"]

@@ -278,7 +278,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 HEAD = {"exit_code": b"0\n", "plan.json": b"{}", "logs/rank-0.log": b"zero", "metrics.jsonl": b"whole"}
 OTHER = {"exit_code": b"0\n", "plan.json": b"{}", "logs/rank-1.log": b"one", "metrics.jsonl": b"part"}
-CHECKPOINTS = {"checkpoints/latest": b"12", "checkpoints/12/rank-0": os.urandom(3_000_000)}
+HEAD["traces/rank-0"] = os.urandom(3_000_000)
+CHECKPOINTS = {"checkpoints/latest": b"12", "checkpoints/12/rank-0": b"saved"}
 TOGETHER = {**OTHER, **HEAD}
 
 

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.integration.rack import CLUSTER, PROGRAMS, SHARED, WORKDIR, Rack, build_host_image
-from tests.integration.rack_runs import NODE, RUNS, run_id_of, sleeping, state_of
+from tests.integration.rack_runs import NODE, RUNS, SLEEP, a_run, one_host, sleeping, state_of
 from tests.integration.support import execute, own_name, succeed, wait_until
 from tests.patience import STEP_S, WORK_S
 from tridock.cluster.settings import load_cluster
@@ -24,7 +24,9 @@ from tridock.ops.hosts.attached import nodes_locked
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.nodes import containers
 
-SLEEP = ("--", "sleep", "9999")
+# By themselves: tests/unit/ops/test_attached.py (the lock), tests/unit/ops/test_keys.py, tests/distributed/
+# test_device_locks.py (a login that is refused), test_two_operators.py (the rest).
+pytestmark = pytest.mark.full
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 OTHERWISE = {"name": CLUSTER, "env": {**ON_CPU, "OMP_NUM_THREADS": "2"}}
 """Settings that no node of the cluster has."""
@@ -79,11 +81,6 @@ def clone(hosts: Rack) -> Iterator[Path]:
     shutil.rmtree(other)
 
 
-def one_host(rack: Rack) -> dict[str, object]:
-    """Settings of a cluster of host-b alone."""
-    return {"nodes": {"host-b": {"address": rack["host-b"].address}}}
-
-
 def in_clone(rack: Rack, clone: Path, task: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     argv = [str(PROGRAMS / "fab"), task, "--hosts", f"hostfiles/{CLUSTER}", *arguments]
     return execute(*argv, cwd=clone, env=rack.environment(PYTHONPATH=str(clone)))
@@ -91,20 +88,6 @@ def in_clone(rack: Rack, clone: Path, task: str, *arguments: str) -> subprocess.
 
 def ids(rack: Rack) -> list[str]:
     return [host.sh(f"docker inspect --format '{{{{.Id}}}}' {NODE}") for host in rack]
-
-
-@contextmanager
-def a_run(rack: Rack, name: str, *options: str, config: str | None = None) -> Iterator[str]:
-    """A run of a program that sleeps on both nodes, or that of a configuration."""
-    started = ("run", "--config", config, "--detach", "--run-id-file", name) if config else sleeping(name)
-    done = rack.fab(*started, "--no-check", *options, *(() if config else SLEEP))
-    assert done.returncode == 0, done.stdout + done.stderr
-    run_id = run_id_of(rack.project / name)
-    try:
-        wait_until(lambda: all(host.processes(run_id, "^sleep") for host in rack), "its ranks have started")
-        yield run_id
-    finally:
-        rack.fab("stop", "--run", run_id)
 
 
 # ---- the lock on a cluster's nodes ---------------------------------------------------------------
@@ -141,7 +124,6 @@ def test_a_launch_waits_for_the_lock(hosts: Rack) -> None:
         assert terminal.process.wait(STEP_S) == 130
 
 
-@pytest.mark.full  # test_runs_on_docker_hosts.py: what the operator's side finds out
 def test_a_host_removes_no_node_with_a_run_in_it(hosts: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the operator's side has found out before."""
     before = ids(hosts)
@@ -155,51 +137,6 @@ def test_a_host_removes_no_node_with_a_run_in_it(hosts: Rack, monkeypatch: pytes
         assert all(host.processes(run_id, "^sleep") for host in hosts)
 
 
-# ---- what is not ours ----------------------------------------------------------------------------
-
-
-def test_a_container_that_tridock_did_not_start_is_left_alone(hosts: Rack) -> None:
-    other = hosts.write_cluster("foreign")
-    host = hosts["host-b"]
-    try:
-        host.sh(f"docker run --detach --network none --name tridock-foreign {hosts.image} sleep 9999")
-        before = host.sh("docker inspect --format '{{.Id}}' tridock-foreign")
-        for task in ("up", "down"):
-            done = hosts.fab(task, hosts=other)
-            assert done.returncode == 3
-            assert done.stderr.splitlines()[0] == (
-                f"host-b: its container tridock-foreign is not this cluster's; got one of {hosts.image}, which Tridock "
-                "did not start; use its folder (workdir) or account (ssh.user), or give this cluster another name: "
-                "rename its hostfile"
-            )
-        assert host.sh("docker inspect --format '{{.Id}}' tridock-foreign") == before
-        assert "tridock-foreign" not in hosts["host-a"].containers()
-    finally:
-        host.sh("docker rm --force tridock-foreign")
-
-
-# ---- runs are what their processes say -----------------------------------------------------------
-
-
-def test_a_run_whose_head_left_the_hostfile_runs_on_has_its_slots_and_can_be_stopped(hosts: Rack) -> None:
-    with a_run(hosts, "headless") as run_id:
-        shrunk = hosts.write_cluster("shrunk", "host-b slots=1\n", **one_host(hosts), name=CLUSTER, env=ON_CPU)
-        status = hosts.fab("status", hosts=shrunk)
-        line = next(line for line in status.stdout.splitlines() if run_id in line)
-        assert "running" in line, status.stdout + status.stderr
-        done = hosts.fab("run", "--workdir", "hostfiles", "--no-check", "--detach", *SLEEP, hosts=shrunk)
-        assert done.returncode == 2
-        assert f"{run_id}: is running on slots that this run would use; got host-b: 0" in done.stderr
-        stopped = hosts.fab("stop", hosts=shrunk)
-        assert (stopped.returncode, stopped.stdout) == (
-            0,
-            f"stopped {run_id} on host-b\n"
-            "host-a: not in the hostfile; the run's supervisor ends it there too, within seconds\n",
-        )
-        wait_until(lambda: not any(host.processes(run_id) for host in hosts), "it ends on the head too")
-        assert state_of(hosts, run_id) == "stopped"
-
-
 # ---- keys ----------------------------------------------------------------------------------------
 
 
@@ -211,7 +148,6 @@ def stored(project: Path) -> object:
     return json.loads((project / ".tridock" / CLUSTER / ".keys.json").read_text())
 
 
-@pytest.mark.full  # test_two_operators.py
 def test_another_clone_takes_over_the_clusters_keys(hosts: Rack, clone: Path) -> None:
     with a_run(hosts, "keyed") as run_id:
         before = secrets(hosts)
@@ -230,22 +166,6 @@ def test_another_clone_takes_over_the_clusters_keys(hosts: Rack, clone: Path) ->
     assert stored(clone) == stored(hosts.project)
 
 
-def test_nodes_with_the_keys_of_two_clusters_are_named(hosts: Rack, clone: Path) -> None:
-    kept = hosts["host-b"].sh(f"tar -C {WORKDIR}/secrets -c host-b | base64")
-    hosts["host-b"].sh(
-        f"cd {WORKDIR}/secrets/host-b && rm id_ed25519 && ssh-keygen -q -t ed25519 -N '' -f id_ed25519 && "
-        "chown trainer:trainer id_ed25519*"
-    )
-    try:
-        done = in_clone(hosts, clone, "up")
-        assert done.returncode == 3
-        assert "host-b: has other keys than the cluster's other nodes; got client key SHA256:" in done.stderr
-        assert done.stderr.rstrip().endswith("give all of them new ones: tridock keys --rotate")
-    finally:
-        hosts["host-b"].sh('echo "$1" | base64 -d | tar -C "$2" -xp', kept, f"{WORKDIR}/secrets")
-    assert hosts.fab("up").returncode == 0
-
-
 def test_a_node_that_does_not_let_the_head_in_is_named_at_once(hosts: Rack) -> None:
     host = hosts["host-b"]
     allowed = f"{WORKDIR}/secrets/host-b/authorized_keys"
@@ -261,24 +181,9 @@ def test_a_node_that_does_not_let_the_head_in_is_named_at_once(hosts: Rack) -> N
         assert "login-refused (docs/triage.md)" in hosts.fab("triage", "--run", run_id).stdout
 
 
-def test_a_run_outlives_a_docker_engine_that_is_restarted(hosts: Rack) -> None:
-    """As a package's upgrade does; the engine ends its containers, and starts them again."""
-    patient = {"name": "upgraded", "engine": "command", "command": SLEEP[1:], "code": "hostfiles"}
-    patient["restart"] = {"max": 1, "node_timeout": 1000}
-    (hosts.project / "upgraded.yaml").write_text(json.dumps(patient))
-    with a_run(hosts, "upgraded", config="upgraded.yaml") as run_id:
-        before = hosts["host-b"].processes(run_id, "^sleep")
-        hosts["host-b"].sh("pkill -TERM -x dockerd")
-        wait_until(lambda: hosts["host-b"].processes(run_id, "^sleep") not in ([], before), "it runs again", WORK_S)
-        assert state_of(hosts, run_id) == "running"
-        events = [json.loads(line) for line in hosts["host-a"].sh(f"cat {RUNS}/{run_id}/events.jsonl").splitlines()]
-        assert [event["event"] for event in events].count("run_restarted") == 1
-
-
 # ---- engines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.full  # tests/unit/ops/test_facts.py: what it answers
 def test_an_engine_that_remaps_users_is_known_before_the_image_travels(hosts: Rack) -> None:
     host = hosts["host-b"]
     options = f"--data-root {SHARED}/remapped --exec-root /run/remapped --pidfile /run/remapped.pid"

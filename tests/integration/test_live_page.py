@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageStat
 
+from tests.cases import thinned
 from tests.integration.browser import Page, open_page
 from tests.integration.test_report_page import chromium  # noqa: F401 - a fixture
 from tests.patience import STEP_S
@@ -65,7 +66,10 @@ def page(chromium: str, server: LiveServer, tmp_path_factory: pytest.TempPathFac
         assert made.said == []
 
 
-@pytest.mark.parametrize(("name", "width", "dark"), [("light", 1280, False), ("dark", 1280, True), ("narrow", 400, 0)])
+@pytest.mark.parametrize(
+    ("name", "width", "dark"),
+    thinned([("light", 1280, False), ("dark", 1280, True), ("narrow", 400, 0)], [("narrow", 400, 0)]),
+)
 def test_it_shows(page: Page, tmp_path: Path, name: str, width: int, dark: bool) -> None:
     page.look(width, dark=dark)
     page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")

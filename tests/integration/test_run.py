@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.rack import CLUSTER, PROGRAMS, WORKDIR, Rack, Up
+from tests.integration.rack import CLUSTER, PROGRAMS, Rack, Up
+from tests.integration.rack_runs import RUNS, SLEEP, a_run, one_host, state_of
 from tests.integration.support import execute, wait_until
+from tests.patience import WORK_S
 
-RUNS = f"{WORKDIR}/workspace/runs"
 PROGRAM = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
@@ -104,14 +105,12 @@ def test_a_stopped_program_continues_in_its_folder_with_its_resume_command(rack_
     assert rack["host-a"].sh(f"cat {RUNS}/{run_id}/exit_code").strip() == "0"
 
 
+@pytest.mark.full  # tests/unit/node/test_verdict.py
 @pytest.mark.parametrize(
     ("per", "what"),
     [
         ("", "{} runs the program once per slot, and each starts ranks itself, in a world of 1"),
-        pytest.param(
-            *("--per node", "host-a has a rank 0 in a world of 1, as have all 2 nodes: each trains alone"),
-            marks=pytest.mark.full,
-        ),
+        ("--per node", "host-a has a rank 0 in a world of 1, as have all 2 nodes: each trains alone"),
     ],
 )
 def test_a_program_that_trains_on_each_node_alone_is_no_success(rack_up: Up, code: Path, per: str, what: str) -> None:
@@ -199,3 +198,41 @@ def test_what_cannot_run_leaves_nothing(rack_up: Up, code: Path) -> None:
         done = execute(*argv, *options, cwd=rack.project, env=rack.environment())
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert rack["host-a"].sh(f"ls {RUNS}") == before
+
+
+# ---- faults of hosts ------------------------------------------------------------------------------
+
+
+def test_a_run_whose_head_left_the_hostfile_runs_on_has_its_slots_and_can_be_stopped(rack_up: Up) -> None:
+    rack = rack_up.rack
+    with a_run(rack, "headless") as run_id:
+        shrunk = rack.write_cluster("shrunk", "host-b slots=1\n", **one_host(rack), name=CLUSTER)
+        status = rack.fab("status", hosts=shrunk)
+        line = next(line for line in status.stdout.splitlines() if run_id in line)
+        assert "running" in line, status.stdout + status.stderr
+        done = rack.fab("run", "--workdir", "hostfiles", "--no-check", "--detach", *SLEEP, hosts=shrunk)
+        assert done.returncode == 2
+        assert f"{run_id}: is running on slots that this run would use; got host-b: 0" in done.stderr
+        stopped = rack.fab("stop", hosts=shrunk)
+        assert (stopped.returncode, stopped.stdout) == (
+            0,
+            f"stopped {run_id} on host-b\n"
+            "host-a: not in the hostfile; the run's supervisor ends it there too, within seconds\n",
+        )
+        wait_until(lambda: not any(host.processes(run_id) for host in rack), "it ends on the head too")
+        assert state_of(rack, run_id) == "stopped"
+
+
+def test_a_run_outlives_a_docker_engine_that_is_restarted(rack_up: Up) -> None:
+    """As a package's upgrade does; the engine ends its containers, and starts them again."""
+    rack = rack_up.rack
+    patient = {"name": "upgraded", "engine": "command", "command": SLEEP[1:], "code": "hostfiles"}
+    patient["restart"] = {"max": 1, "node_timeout": 1000}
+    (rack.project / "upgraded.yaml").write_text(json.dumps(patient))
+    with a_run(rack, "upgraded", config="upgraded.yaml") as run_id:
+        before = rack["host-b"].processes(run_id, "^sleep")
+        rack["host-b"].sh("pkill -TERM -x dockerd")
+        wait_until(lambda: rack["host-b"].processes(run_id, "^sleep") not in ([], before), "it runs again", WORK_S)
+        assert state_of(rack, run_id) == "running"
+        events = [json.loads(line) for line in rack["host-a"].sh(f"cat {RUNS}/{run_id}/events.jsonl").splitlines()]
+        assert [event["event"] for event in events].count("run_restarted") == 1

@@ -95,6 +95,7 @@ def test_fetch_brings_the_folder_home_with_the_logs_of_both_nodes(rack_up: Up, f
     assert (home / "checkpoints" / "latest").exists()
 
 
+@pytest.mark.full  # test_run.py: the first rank that fails
 def test_a_run_that_fails_says_so_with_its_ranks_own_message(rack_up: Up) -> None:
     rack = rack_up.rack
     for host in rack:

@@ -58,6 +58,26 @@ def test_two_operators_share_the_clusters_keys(rack_up: Up, times: int) -> None:
         shutil.rmtree(other)
 
 
+def test_nodes_with_the_keys_of_two_clusters_are_named(rack_up: Up) -> None:
+    rack, clone = rack_up.rack, rack_up.rack.folder / "clone"
+    shutil.copytree(rack.project, clone, ignore=shutil.ignore_patterns(".tridock", "cache", "runs"))
+    kept = rack["host-b"].sh(f"tar -C {WORKDIR}/secrets -c host-b | base64")
+    rack["host-b"].sh(
+        f"cd {WORKDIR}/secrets/host-b && rm id_ed25519 && ssh-keygen -q -t ed25519 -N '' -f id_ed25519 && "
+        "chown trainer:trainer id_ed25519*"
+    )
+    try:
+        argv = (str(PROGRAMS / "fab"), "up", "--hosts", f"hostfiles/{CLUSTER}")
+        done = execute(*argv, cwd=clone, env=rack.environment(PYTHONPATH=str(clone)))
+        assert done.returncode == 3
+        assert "host-b: has other keys than the cluster's other nodes; got client key SHA256:" in done.stderr
+        assert done.stderr.rstrip().endswith("give all of them new ones: tridock keys --rotate")
+    finally:
+        shutil.rmtree(clone)
+        rack["host-b"].sh('echo "$1" | base64 -d | tar -C "$2" -xp', kept, f"{WORKDIR}/secrets")
+    assert rack.fab("up").returncode == 0
+
+
 # ---- one cluster, two people ---------------------------------------------------------------------
 
 
@@ -178,6 +198,7 @@ def test_slots_that_another_cluster_uses_are_not_free(rack_up: Up, second: str) 
         rack.fab("stop", "--run", run_id, "--force")
 
 
+@pytest.mark.full  # tests/distributed/test_device_locks.py
 def test_of_two_launches_at_once_one_goes_on(rack_up: Up, second: str) -> None:
     rack, hosts = rack_up.rack, {"met-1": f"hostfiles/{CLUSTER}", "met-2": second}
 

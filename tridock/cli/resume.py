@@ -62,27 +62,30 @@ def _resume(arguments: Arguments) -> int:
         raise RequestError(Problem("--nproc", "is for this machine", str(arguments.nproc), "give --nodes or --slots"))
     hosts = arguments.open_hosts(lambda cluster: cluster.first(arguments.nodes, arguments.slots))
     home = Path("runs") if named is None or "/" not in named else Path(named).parent
-    with _or_without(hosts):
+    with _or_without(hosts, arguments.include, arguments.exclude):
         folder = folder_on(hosts, None if named is None else Path(named).name, home)
-        if is_command(folder / run_folder.EXPERIMENT):
-            return _resume_program(arguments, hosts, folder)
-        newest = partial(newest_on, hosts, Hosts(load_cluster(arguments.hostfile)), folder.name)
-        found = continuation(folder, arguments.set, arguments.confirm, newest=newest)
-        prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
-        say(str(found))
-        return start(arguments, hosts, prepared)
+        if not is_command(folder / run_folder.EXPERIMENT):
+            everywhere = Hosts(load_cluster(arguments.hostfile), quiet=arguments.quiet)
+            newest = partial(newest_on, hosts, everywhere, folder.name)
+            found = continuation(folder, arguments.set, arguments.confirm, newest=newest)
+    if is_command(folder / run_folder.EXPERIMENT):
+        return _resume_program(arguments, hosts, folder)
+    prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
+    say(str(found))
+    return start(arguments, hosts, prepared)
 
 
 @contextmanager
-def _or_without(hosts: Hosts) -> Iterator[None]:
-    """Adds to the errors of hosts that do not answer, maybe for good, how a run continues without them."""
+def _or_without(hosts: Hosts, include: str = "", exclude: str = "") -> Iterator[None]:
+    """Adds to the errors of hosts that do not answer, maybe for good, how an engine's run continues without them."""
     try:
         yield
     except ClusterError as error:
         lost = {it.where for it in error.problems if it.where in hosts.nodes and "does not answer" in it.what}
-        if not lost or lost == set(hosts.nodes):
+        if not lost or lost == set(hosts.nodes) or include:
             raise
-        todo = f"or continue without it: --exclude {shlex.quote('@'.join(sorted(lost)))}"
+        without = "@".join(filter(None, (exclude, *sorted(lost))))
+        todo = f"or continue an engine's run without it: --exclude {shlex.quote(without)}"
         raise ClusterError(
             replace(it, todo=f"{it.todo}; {todo}") if it.where in lost else it for it in error.problems
         ) from None

@@ -75,9 +75,11 @@ def test_one_that_failed_by_itself_is_the_first_also_if_its_end_was_seen_a_momen
     ended = observed(0, alive=False, wait_status=signal.SIGTERM, gone_s=1.5)
     itself = observed(1, alive=False, wait_status=1 << 8, gone_s=1.4)
     assert first_death({"a": [ended, itself]}) == Verdict(Cause.RANK_EXITED, "exited with code 1", "a", 1)
-    later = observed(1, alive=False, wait_status=1 << 8, gone_s=0.4)
     first = Verdict(Cause.RANK_SIGNALLED, "was ended by SIGTERM", "a", 0, asked_to_end=True)
+    later = observed(1, alive=False, wait_status=1 << 8, gone_s=0.4)
     assert first_death({"a": [ended, later]}) == first
+    for asked in (143 << 8, None):
+        assert first_death({"a": [ended, observed(1, alive=False, wait_status=asked, gone_s=1.4)]}) == first
 
 
 def test_ranks_whose_end_nobody_saw_are_the_launchers_to_judge() -> None:

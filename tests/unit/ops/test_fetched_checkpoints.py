@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from tests.unit.ops.conftest import Lab
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.checkpoint_files import Entry, Manifest, is_complete, read_manifest
+from tridock.contracts.node_answers import RunInfo
+from tridock.contracts.run_state import RunState
 from tridock.errors import ClusterError, RequestError
 from tridock.ops.hosts.client import NodeClient
 from tridock.ops.hosts.hosts import Hosts
+from tridock.ops.runs import fetch as fetching
 from tridock.ops.runs import saved_checkpoints
 from tridock.ops.runs.cluster_runs import Run
 from tridock.ops.runs.fetch import fetch, fetch_checkpoint
@@ -46,6 +50,10 @@ def nodes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
         write(lab, "node-1", name, b"{}")
     save(lab, f"runs/{RUN}/checkpoints")
     return lab
+
+
+def run_info(state: RunState) -> RunInfo:
+    return RunInfo(RUN, state, None, "20261122-110613", None, "demo", (), None, None, None)
 
 
 def write(lab: Lab, node: str, name: str, content: bytes) -> None:
@@ -183,12 +191,29 @@ def test_nothing_is_left_of_a_checkpoint_that_does_not_arrive(
     assert [*(nodes.project / "runs").iterdir()] == []
 
 
+def test_one_that_the_run_removes_while_it_is_read(nodes: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tar ends with 0: it leaves out what it cannot read."""
+    download = saved_checkpoints.download
+
+    def removed(client: NodeClient, commands: Any, folder: Path, suffix: str, *given: Any) -> dict[str, Path]:
+        found = download(client, commands, folder, suffix, *given)
+        for node in nodes.hosts if suffix == ".tar" else ():
+            shutil.rmtree(nodes.workspace(node) / f"runs/{RUN}/checkpoints/iter_0000002", ignore_errors=True)
+            tarfile.open(found[node], "w").close()
+        return found
+
+    monkeypatch.setattr(saved_checkpoints, "download", removed)
+    with pytest.raises(ClusterError, match="the checkpoint of iteration 2 was removed while it was fetched"):
+        bring(nodes)
+
+
 # ---- all checkpoints -----------------------------------------------------------------------------
 
 
 def test_every_whole_checkpoint_comes_home_and_whatever_else_is_beside_them(
-    nodes: Lab, capsys: pytest.CaptureFixture[str]
+    nodes: Lab, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fetching, "list_runs", lambda _: [run_info(RunState.RUNNING)])
     write(nodes, "node-1", f"runs/{RUN}/checkpoints/latest", b"iter_0000003")
     write(nodes, "node-2", f"runs/{RUN}/checkpoints/best/weights", b"of a program of its own")
     here = fetch(nodes.client, Run(RUN, "node-1"), Path("runs"), checkpoints=True) / "checkpoints"
@@ -198,13 +223,13 @@ def test_every_whole_checkpoint_comes_home_and_whatever_else_is_beside_them(
     assert {path.name for path in (here.parent / "tokenizer").iterdir()} == {"tokenizer.json", "gpt2-vocab.json"}
     last = f"note: not fetched: {RUN}/iter_0000003, which is not whole on the nodes that are up (no rank-1.pt)"
     said = "fetch the checkpoint of iteration"
-    assert capsys.readouterr().err.splitlines() == [*(f"{RUN}: {said} {it}, 2 files, 22 kB" for it in (1, 2)), last]
+    assert capsys.readouterr().err.splitlines() == [*(f"{RUN}: {said} {it}, 2 files, 22 kB" for it in (2, 1)), last]
     fetch(nodes.client, Run(RUN, "node-1"), Path("runs"), checkpoints=True)
     rest = "2 files, 22 kB; 0 kB are not here yet"
-    assert capsys.readouterr().err.splitlines() == [*(f"{RUN}: {said} {it}, {rest}" for it in (1, 2)), last]
+    assert capsys.readouterr().err.splitlines() == [*(f"{RUN}: {said} {it}, {rest}" for it in (2, 1)), last]
 
 
-def test_those_that_are_not_whole_while_a_node_is_down_are_an_error(
+def test_of_a_run_that_is_over_those_that_are_not_whole_are_an_error(
     nodes: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (nodes.workspace("node-2") / f"runs/{RUN}/checkpoints/iter_0000001/rank-1.pt").rename(
@@ -214,6 +239,7 @@ def test_those_that_are_not_whole_while_a_node_is_down_are_an_error(
     entries = {name: Entry.of(place / name) for name in ("rank-0.pt", "rank-1.pt")}
     (place / "files.json").write_bytes(Manifest(entries).to_bytes())
     monkeypatch.setattr(nodes.client, "running", lambda: ("node-1",))
+    monkeypatch.setattr(fetching, "list_runs", lambda _: [run_info(RunState.FAILED)])
     with pytest.raises(ClusterError) as caught:
         fetch(nodes.client, Run(RUN, "node-1"), Path("runs"), checkpoints=True)
     todo = "bring up the others (tridock up), then try again"
@@ -222,6 +248,17 @@ def test_those_that_are_not_whole_while_a_node_is_down_are_an_error(
     here = nodes.project / "runs" / RUN
     assert (here / "metrics.jsonl").exists()
     assert [path.name for path in (here / "checkpoints").iterdir()] == ["iter_0000001"]
+
+
+def test_one_bad_checkpoint_does_not_keep_the_others(nodes: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "list_runs", lambda _: [run_info(RunState.RUNNING)])
+    write(nodes, "node-2", f"runs/{RUN}/checkpoints/iter_0000002/rank-1.pt", b"x" * 11_000)
+    write(nodes, "node-1", f"runs/{RUN}/checkpoints/iter_0000009/files.json", b"of a program of its own")
+    with pytest.raises(ClusterError, match=f"^{RUN}/iter_0000002/rank-1.pt on node-2: has changed since"):
+        fetch(nodes.client, Run(RUN, "node-1"), Path("runs"), checkpoints=True)
+    here = nodes.project / "runs" / RUN / "checkpoints"
+    assert {path.name for path in here.iterdir()} == {"iter_0000001", "iter_0000009"}
+    assert is_complete(here / "iter_0000001")
 
 
 @pytest.mark.parametrize("fault", ["changed", "missing"])
@@ -258,8 +295,8 @@ def test_files_of_nodes_that_are_left_out_are_named_before_the_start(
         newest_on(some, everywhere, RUN, load)
     option = everywhere.cluster.hosts_option
     assert str(caught.value) == (
-        f"{load}: iteration 2 is whole only with files of other nodes than the run's; got node-1; add those nodes, or "
-        f"bring the files: tridock fetch {option} --run {RUN} --checkpoints; "
+        f"{load}: iteration 2 is whole only with files of other nodes than the run's; got node-1; add those nodes, "
+        f"or bring the files: tridock fetch {option} --run {RUN} --checkpoints; "
         f"then tridock data sync {option} --include node-1 --path {load}"
     )
     assert newest_on(everywhere, everywhere, RUN, load) == 2

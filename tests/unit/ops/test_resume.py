@@ -162,7 +162,9 @@ def test_options_of_the_other_way_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == "--nproc: is for this machine; got 0; give --nodes or --slots\n"
 
 
-@pytest.mark.parametrize(("lost", "hint"), [("a", "; or continue without it: --exclude a"), ("a b", ""), ("", "")])
+@pytest.mark.parametrize(
+    ("lost", "hint"), [("a", "; or continue an engine's run without it: --exclude a"), ("a b", ""), ("", "")]
+)
 def test_a_host_that_does_not_answer_may_be_left_out(tmp_path: Path, lost: str, hint: str) -> None:
     (tmp_path / "pair").write_text("a slots=1\nb slots=1\n")
     problems = [

@@ -294,7 +294,7 @@ class AgentConnections:
             connection, missing = self._nodes[node], locks[node].missing
             connection.order_locks(wanted=first is None)
             if first is None and (missing or connection.locks is None):
-                first = node, missing
+                first = node, missing if connection.locks is not None else ()
         return first
 
     def disks(self) -> dict[str, Space]:

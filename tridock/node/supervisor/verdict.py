@@ -15,9 +15,12 @@ from tridock.errors import RequestError, RunError, count
 LOST_S: Final = 5.0
 """Seconds for a lost rank's node to report the rank's end."""
 
-_SEEN_LATE_S: Final = 1.0
+_SEEN_LATE_S: Final = 0.5
 """Seconds: what watches a rank of your own program may see its end this late on a busy machine, and a launcher ends the
 others with SIGTERM a tenth of a second after the first."""
+
+_ASKED: Final = (signal.SIGTERM, (128 + signal.SIGTERM) << 8, None)
+"""Ends of a rank that may have been asked to: the last one is not known."""
 
 _STOPPED_S: Final = 1.0
 """Seconds; a sampling debugger stops a process for less."""
@@ -79,7 +82,7 @@ def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
     if status.wait_status == signal.SIGTERM:
         if (first := first_gone(statuses_by_node, since)) is not None:
             return first
-        itself = [it for it in found if it[2].wait_status != signal.SIGTERM and it[0] > since - _SEEN_LATE_S]
+        itself = [it for it in found if it[2].wait_status not in _ASKED and it[0] > since - _SEEN_LATE_S]
         if status.phase == heartbeat.OBSERVED and itself:
             _, node, status = max(itself, key=lambda entry: (entry[0], -entry[2].rank))
     if status.phase == heartbeat.FAILED:

@@ -10,7 +10,8 @@ from typing import Final
 
 from tridock import interrupts
 from tridock.contracts import heartbeat, run_folder
-from tridock.contracts.checkpoints import MANIFEST, saved_in
+from tridock.contracts.checkpoint_files import Manifest, read_manifest
+from tridock.contracts.checkpoints import saved_in
 from tridock.contracts.partials import partial_folder
 from tridock.contracts.pretrained import CONFIG
 from tridock.contracts.tokenizers import MORE_TEMPLATES, TOKENIZER_FILES
@@ -21,7 +22,7 @@ from tridock.experiment.inputs import tokenizer_folders
 from tridock.ops.hosts.client import NodeClient
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs.archives import download, move, unpack
-from tridock.ops.runs.cluster_runs import Run, choose_run
+from tridock.ops.runs.cluster_runs import Run, choose_run, list_runs
 from tridock.ops.runs.saved_checkpoints import SavedCheckpoints
 
 # A node without a part in the run has no folder.
@@ -77,15 +78,16 @@ def fetch_checkpoint(client: NodeClient, run: Run, destination: Path, iteration:
 def fetch(client: NodeClient, run: Run, destination: Path, *, checkpoints: bool = False) -> Path:
     """Copies the run's folder to this machine, with the ranks' logs from every running node; checkpoints are optional.
 
-    Everything is first written to a temporary folder and moved into place at the end. A transfer that fails or is
-    interrupted changes nothing, and each file is replaced atomically. Only files and folders are taken; a link in the
+    Everything is first written to a temporary folder and moved into place at the end, each file atomically; if the
+    run's own files do not all arrive, or at Ctrl-C, nothing changes. Only files and folders are taken; a link in the
     copy that is here already is not followed. Every checkpoint is brought together from the nodes, without what is here
     of it already; the tokenizer of its data comes with them. Raises :class:`ClusterError`, once the rest is in place,
-    with the checkpoints that are not whole while a node is not up.
+    with the checkpoints that did not come, or are not whole: of an active run these are a note, since one may be saved.
     """
     if not checkpoints:
         return _fetch(client, run, destination, None)
-    problems: list[Problem] = []
+    failed: list[Problem] = []
+    torn: list[Problem] = []
 
     def bring(folder: Path, here: Path) -> set[str]:
         unpacked = folder / "runs" / run.run_id
@@ -95,16 +97,24 @@ def fetch(client: NodeClient, run: Run, destination: Path, *, checkpoints: bool 
             own = None
         saved = _saved(client, run, folder, own)
         left_out = _add_other_checkpoints(client, run, folder, [it.name for it in saved.by_iteration.values()])
-        for iteration in saved.whole:
-            saved.bring(iteration, folder, here, unpacked / run_folder.CHECKPOINTS)
-        problems.extend(saved.problems)
+        for iteration in reversed(saved.whole):  # an active run removes the oldest
+            try:
+                saved.bring(iteration, folder, here, unpacked / run_folder.CHECKPOINTS)
+            except ClusterError as error:
+                shutil.rmtree(
+                    unpacked / run_folder.CHECKPOINTS / saved.by_iteration[iteration].name, ignore_errors=True
+                )
+                failed.extend(error.problems)
+        torn.extend(saved.problems)
         return left_out
 
     home = _fetch(client, run, destination, bring)
-    if problems and len(client.running()) < len(client.states):
-        raise ClusterError(problems)
-    for problem in problems if not client.hosts.quiet else ():  # it is being saved, or was lost with a node's disk
-        print(f"note: not fetched: {problem.where}, which {problem.what} ({problem.got})", file=sys.stderr)
+    if torn and not any(it.run_id == run.run_id and it.state.is_active for it in list_runs(client)):
+        failed += torn
+    elif not client.hosts.quiet:
+        for problem in torn:
+            print(f"note: not fetched: {problem.where}, which {problem.what} ({problem.got})", file=sys.stderr)
+    ClusterError.raise_for(failed)
     return home
 
 
@@ -159,7 +169,7 @@ def _add_other_checkpoints(client: NodeClient, run: Run, folder: Path, names: Co
     part = f"{run.run_id}/{run_folder.CHECKPOINTS}"
     left_out = _add(client, run, folder, part, [f"{part}/{name}" for name in names])
     for path in saved_in(folder / "runs" / part).values():
-        if (path / MANIFEST).exists():  # saved a moment ago: one node's part of it
+        if isinstance(read_manifest(path), Manifest):  # saved a moment ago: one node's part of it
             shutil.rmtree(path)
     return left_out
 

@@ -82,7 +82,7 @@ def continuation(
     if (chosen := _chosen(before, now, changes)) or before.train.override_checkpoint:
         overrides = (f"train.override_checkpoint=[{', '.join(chosen)}]", *overrides)
     saved = [event.get("iteration") for event in events_of(run, Event.CHECKPOINT_SAVED)]
-    found = newest(load)
+    found = None if any(it.startswith("train.load=") for it in changes) else newest(load)
     # Without events the head, which has them, is gone, or the run ended before its first checkpoint.
     at = max((it for it in saved if isinstance(it, int)), default=found)
     RequestError.raise_for([*_iterations(run, now, at), *_schedule(before, now, changes)])
@@ -91,35 +91,42 @@ def continuation(
 
 
 def newest_on(hosts: Hosts, everywhere: Hosts, run_id: str, load: str) -> int | None:
-    """Returns the iteration of the newest checkpoint in ``load`` that is whole on the hosts' nodes; None if there is
-    none, or a node is not up: the ranks will tell.
+    """Returns the iteration of the newest healthy checkpoint in ``load`` that is whole on the nodes of a run on the
+    hosts; None if there is none, or a node is not up: the ranks will tell.
 
     Raises :class:`RequestError` if a newer one is whole with files on nodes of ``everywhere`` that are not in
-    ``hosts``: the ranks would not find them.
+    ``hosts``: the ranks would not find them. Raises :class:`ClusterError` with hosts that do not answer.
     """
-    ours = _saved_on(hosts, run_id, load)
+    ours = _saved_on(hosts.only(hosts.cluster.slots), run_id, load)
     if ours is None:
         return None
-    own = newest = max(ours.whole, default=-1)
-    if everywhere.nodes != hosts.nodes and max(ours.by_iteration, default=0) > own:
-        theirs = _saved_on(everywhere, run_id, load)
-        newest = own if theirs is None else max(theirs.whole, default=own)
-    if newest > own:
-        option, chosen = everywhere.cluster.hosts_option, shlex.quote("@".join(hosts.nodes))
-        bring = f"tridock fetch {option} --run {run_id} --checkpoints"
-        bring = f"{bring}; then tridock data sync {option} --include {chosen} --path {shlex.quote(load)}"
-        what = f"iteration {newest} is whole only with files of other nodes than the run's"
-        raise RequestError(Problem(load, what, ", ".join(hosts.nodes), f"add those nodes, or bring the files: {bring}"))
-    return own if own >= 0 else None
+    if everywhere.nodes != hosts.nodes:
+        with suppress(ClusterError):
+            theirs = _saved_on(everywhere, run_id, load)
+            if theirs is not None and (theirs.newest or 0) > (ours.newest or 0):
+                raise RequestError(_files_elsewhere(hosts, run_id, load, theirs.newest, ours))
+    return ours.newest
 
 
 def _saved_on(hosts: Hosts, run_id: str, load: str) -> SavedCheckpoints | None:
     """Returns what the hosts' nodes have in ``load``; None if one of them is not up."""
+    client = NodeClient.of(hosts)
     with TemporaryDirectory() as folder, suppress(ClusterError):
-        client = NodeClient.of(hosts)
         if len(client.running()) == len(client.states):
             return SavedCheckpoints.look(client, Run(run_id, hosts.head), PurePosixPath(WORKSPACE, load), Path(folder))
     return None
+
+
+def _files_elsewhere(hosts: Hosts, run_id: str, load: str, newest: int | None, ours: SavedCheckpoints) -> Problem:
+    what = f"iteration {newest} is whole only with files of other nodes than the run's"
+    todo = "add those nodes"
+    if ours.newest is not None:
+        todo += f", continue from an older one (--set train.load={load}/{ours.by_iteration[ours.newest].name})"
+    if load == f"runs/{run_id}/{CHECKPOINTS}":
+        option, chosen = hosts.cluster.hosts_option, shlex.quote("@".join(hosts.cluster.slots))
+        bring = f"tridock fetch {option} --run {run_id} --checkpoints"
+        todo += f", or bring the files: {bring}; then tridock data sync {option} --include {chosen} --path {load}"
+    return Problem(load, what, ", ".join(hosts.cluster.slots), todo)
 
 
 def nodes_of_program(hosts: Hosts, run: Path) -> Supervision:

@@ -16,6 +16,8 @@ from tridock.ops.runs.archives import download, unpack
 from tridock.ops.runs.cluster_runs import Run
 from tridock.progress import size_text
 
+_COPIES: Final = 3
+"""Nodes that are asked for a file: all of them may see one disk."""
 _PACK_LISTS: Final = f'cd "$1" 2>/dev/null || exit 0; set -- */{MANIFEST}; [ -e "$1" ] || exit 0; exec tar -cz "$@"'
 
 
@@ -70,6 +72,11 @@ class SavedCheckpoints:
         return [iteration for iteration, it in self.by_iteration.items() if not it.lacking]
 
     @property
+    def newest(self) -> int | None:
+        """The newest whole one that is not in ill health: a training continues from it."""
+        return max((it for it in self.whole if self.by_iteration[it].ill is None), default=None)
+
+    @property
     def problems(self) -> list[Problem]:
         """Those that are not whole."""
         what, todo = "is not whole on the nodes that are up", "bring up the others (tridock up), then try again"
@@ -84,9 +91,9 @@ class SavedCheckpoints:
 
         Raises :class:`RequestError` if the nodes that are up have no such checkpoint.
         """
-        whole = self.whole
-        healthy = (it for it in whole if self.by_iteration[it].ill is None)
-        chosen = max(healthy, default=max(whole, default=None)) if iteration is None else iteration
+        whole, chosen = self.whole, iteration
+        if chosen is None:
+            chosen = max(whole, default=None) if self.newest is None else self.newest
         if chosen is not None and chosen in whole:
             return chosen
         got = "" if iteration is None else f"--iteration {iteration}"
@@ -110,10 +117,12 @@ class SavedCheckpoints:
             total = f"{count(len(it.entries), 'file')}, {size_text(it.size(it.entries))}"
             rest = "" if len(missing) == len(it.entries) else f"; {size_text(it.size(missing))} are not here yet"
             print(f"{self._run.run_id}: fetch the checkpoint of iteration {iteration}, {total}{rest}", file=sys.stderr)
-        untried = {file: list(it.nodes[file]) for file in missing}
+        untried = {file: it.nodes[file][:_COPIES] for file in missing}
         damaged: dict[str, list[Problem]] = defaultdict(list)
         while missing:
-            ClusterError.raise_for(problem for file in missing if not untried[file] for problem in damaged[file])
+            if bad := [problem for file in missing if not untried[file] for problem in damaged[file]]:
+                self._refuse_if_gone(it, folder)
+                raise ClusterError(bad)
             asked = {file: untried[file].pop(0) for file in missing}
             self._download(it, asked, folder, target)
             for file, node in asked.items():
@@ -135,12 +144,14 @@ class SavedCheckpoints:
         try:
             archives = download(self._client, commands, folder, ".tar", f"fetch {self._run.run_id}", it.size(asked))
         except ClusterError:
-            again = self.look(self._client, self._run, self._place, folder / "again")
-            if it.iteration in again.by_iteration:
-                raise
-            what = f"the checkpoint of iteration {it.iteration} was removed while it was fetched"
-            todo = "try again; train.keep_checkpoints is how many a run keeps"
-            raise ClusterError(Problem(self._run.run_id, what, "", todo)) from None
+            self._refuse_if_gone(it, folder)
+            raise
         for node, archive in archives.items():
             unpack(node, archive, target)
             archive.unlink()
+
+    def _refuse_if_gone(self, it: Checkpoint, folder: Path) -> None:
+        if it.iteration not in self.look(self._client, self._run, self._place, folder / "again").by_iteration:
+            what = f"the checkpoint of iteration {it.iteration} was removed while it was fetched"
+            todo = "try again; train.keep_checkpoints is how many a run keeps"
+            raise ClusterError(Problem(self._run.run_id, what, "", todo)) from None

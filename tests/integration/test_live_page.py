@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageStat
 
-from tests.cases import thinned
 from tests.integration.browser import Page, open_page
 from tests.integration.test_report_page import chromium  # noqa: F401 - a fixture
 from tests.patience import STEP_S
@@ -68,7 +67,11 @@ def page(chromium: str, server: LiveServer, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize(
     ("name", "width", "dark"),
-    thinned([("light", 1280, False), ("dark", 1280, True), ("narrow", 400, 0)], [("narrow", 400, 0)]),
+    [
+        pytest.param("light", 1280, False, marks=pytest.mark.full),
+        ("dark", 1280, True),
+        pytest.param("narrow", 400, False, marks=pytest.mark.full),
+    ],
 )
 def test_it_shows(page: Page, tmp_path: Path, name: str, width: int, dark: bool) -> None:
     page.look(width, dark=dark)

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image, ImageStat
 
-from tests.cases import thinned
 from tests.patience import STEP_S
 from tests.unit.report import logs
 from tests.unit.report.test_page import HOSTILE, a_run
@@ -85,12 +84,13 @@ def test_it_is_seen_that_a_page_asks_for_something(chromium: str, tmp_path: Path
     assert "http://127.0.0.1:9/x.png" in addresses
 
 
-LIGHT = ("light", WIDE, (), False)
-
-
 @pytest.mark.parametrize(
     ("name", "size", "arguments", "dark"),
-    thinned([LIGHT, ("dark", WIDE, (DARK,), True), ("narrow", NARROW, (), False)], [LIGHT]),
+    [
+        ("light", WIDE, (), False),
+        pytest.param("dark", WIDE, (DARK,), True, marks=pytest.mark.full),
+        pytest.param("narrow", NARROW, (), False, marks=pytest.mark.full),
+    ],
 )
 def test_the_page_in_a_browser(
     chromium: str,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import takewhile
+from typing import Any
 
 import pytest
 
@@ -137,41 +140,78 @@ LONG = {
 COPIED = {"parallel": "{strategy: fsdp}", "train__checkpoint_copies": 2}
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run whose head is host-a."""
+
+    rack: Rack
+    folder: str
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for line in self.rack["host-a"].execute(f"cat {self.folder}/{name}").stdout.splitlines()
+        ]
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        return [event for event in self.records("events.jsonl") if event["event"] in names]
+
+    def losses(self) -> dict[int, float]:
+        return {it["iteration"]: it["loss"] for it in self.records("metrics.jsonl") if "split" not in it}
+
+
+def launched(rack: Rack, cluster: str, name: str, fields: Mapping[str, object]) -> Run:
+    """Launches a run of 1,500 iterations."""
+    done = rack.fab(
+        *("launch", *tiny(**{**LONG, **fields}), "--detach", "--run-id-file", name), hosts=f"hostfiles/{cluster}"
+    )
+    assert done.returncode == 0, done.stderr
+    return Run(rack, f"{RUNS.replace(CLUSTER, cluster)}/{run_id_of(rack.project / name)}")
+
+
+@pytest.fixture(scope="module")
+def calm(rack_up: Up) -> dict[int, float]:
+    """The losses of a run to which nothing happens."""
+    run = launched(rack_up.rack, CLUSTER, "calm", {"parallel": "{strategy: fsdp}", "train__save_interval": 1500})
+    wait_until(lambda: bool(run.events("run_finished")), "the calm run has ended", WORK_S)
+    return run.losses()
+
+
 def lose_host_b(
     rack: Rack, cluster: str, name: str, fields: Mapping[str, object], after: str = "checkpoint_copied"
-) -> Callable[..., list[dict[str, object]]]:
-    """Launches a run, and kills host-b's node after this event; after its end, returns the run's events by names."""
-    hosts = f"hostfiles/{cluster}"
-    done = rack.fab("launch", *tiny(**LONG, **fields), "--detach", "--run-id-file", name, hosts=hosts)
-    assert done.returncode == 0, done.stderr
-    run_id = run_id_of(rack.project / name)
-
-    def events(*names: str) -> list[dict[str, object]]:
-        path = f"{RUNS.replace(CLUSTER, cluster)}/{run_id}/events.jsonl"
-        lines = rack["host-a"].execute(f"cat {path}").stdout.splitlines()
-        return [found for line in lines if (found := json.loads(line))["event"] in names]
-
-    wait_until(lambda: bool(events(after)), "a checkpoint is complete")
+) -> Run:
+    """Kills host-b's node after this event of a run, and waits for the run's end. Prints how long it took."""
+    run = launched(rack, cluster, name, fields)
+    wait_until(lambda: bool(run.events(after)), "a checkpoint is complete")
     rack["host-b"].sh(f"docker kill tridock-{cluster}")
-    killed = datetime.now(UTC)
-    wait_until(lambda: bool(events("run_finished", "not_restarted")), "the run has ended", WORK_S)
-    for name in ("node_lost", "run_moved", "checkpoint_loaded", "not_restarted"):
-        for event in events(name)[-1:]:
-            seconds = (datetime.fromisoformat(str(event["time"])) - killed).total_seconds()
-            print(f"{name} {seconds:.1f} s after the node was killed")
-    return events
+    killed, seconds = datetime.now(UTC), time.monotonic()
+
+    def has_stepped() -> bool:
+        loaded = run.events("checkpoint_loaded")
+        return bool(loaded) and max(run.losses(), default=0) > loaded[-1]["iteration"]
+
+    wait_until(lambda: has_stepped() or bool(run.events("not_restarted")), "it has stepped or ended", WORK_S)
+    print(f"the next step {time.monotonic() - seconds:.1f} s after the node was killed")
+    wait_until(lambda: bool(run.events("run_finished", "not_restarted")), "the run has ended", WORK_S)
+    for event in ("node_lost", "run_moved", "checkpoint_loaded", "not_restarted"):
+        for found in run.events(event)[-1:]:
+            after_s = (datetime.fromisoformat(found["time"]) - killed).total_seconds()
+            print(f"{event} {after_s:.1f} s after the node was killed")
+    return run
 
 
-def went_on(events: Callable[..., list[dict[str, object]]], after: str = "checkpoint_copied") -> dict[str, object]:
+def went_on(run: Run, calm: Mapping[int, float], after: str = "checkpoint_copied") -> dict[str, Any]:
     """How a run that trained to its end went on: from the last checkpoint with this event, or from a later one."""
-    assert events("not_restarted") == []
+    assert run.events("not_restarted") == []
     # The newest that the head knows may lack what was not copied when the node was lost.
-    (loaded,), (restarted,) = events("checkpoint_loaded"), events("run_restarted")
-    until_lost = takewhile(lambda event: event["event"] == after, events(after, "run_restarted"))
+    (loaded,), (restarted,) = run.events("checkpoint_loaded"), run.events("run_restarted")
+    until_lost = takewhile(lambda event: event["event"] == after, run.events(after, "run_restarted"))
     *_, last = (event["iteration"] for event in until_lost)
-    assert last <= loaded["iteration"] <= restarted["iteration"]  # type: ignore[operator]
-    assert events("run_finished")[0]["iteration"] == 1500
-    (moved,) = events("run_moved")
+    assert last <= loaded["iteration"] <= restarted["iteration"]
+    assert run.events("run_finished")[0]["iteration"] == 1500
+    (moved,) = run.events("run_moved")
+    # On as many ranks to the last bit; on fewer, sums come in another order.
+    same = moved["layout"] == "TP1 PP1 DP2"
+    assert run.losses() == (calm if same else pytest.approx(calm, abs=1e-4, rel=0))
     return moved
 
 
@@ -203,10 +243,10 @@ def test_a_blend_is_checked_on_each_host_brought_there_and_goes_on(rack_up: Up) 
 
 
 @pytest.mark.full  # tests/distributed/test_local_disks.py: with every engine
-def test_a_lost_host_costs_no_checkpoint_of_which_there_are_copies(rack_up: Up) -> None:
+def test_a_lost_host_costs_no_checkpoint_of_which_there_are_copies(rack_up: Up, calm: dict[int, float]) -> None:
     """What the lost one wrote, the other has a copy of."""
     try:
-        moved = went_on(lose_host_b(rack_up.rack, CLUSTER, "copied", COPIED))
+        moved = went_on(lose_host_b(rack_up.rack, CLUSTER, "copied", COPIED), calm)
     finally:
         assert rack_up.rack.fab("up").returncode == 0
     assert (moved["lost"], moved["layout"]) == (["host-b"], "TP1 PP1 DP1")
@@ -214,24 +254,24 @@ def test_a_lost_host_costs_no_checkpoint_of_which_there_are_copies(rack_up: Up) 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_lost_host_without_copies_costs_what_it_alone_had(rack_up: Up, strategy: str) -> None:
+def test_a_lost_host_without_copies_costs_what_it_alone_had(rack_up: Up, calm: dict[int, float], strategy: str) -> None:
     """With DDP each host has the whole checkpoint; with FSDP the run ends, and says why."""
     try:
         fields = {"parallel": f"{{strategy: {strategy}}}"}
-        events = lose_host_b(rack_up.rack, CLUSTER, strategy, fields, "checkpoint_saved")
+        run = lose_host_b(rack_up.rack, CLUSTER, strategy, fields, "checkpoint_saved")
     finally:
         assert rack_up.rack.fab("up").returncode == 0
     if strategy == "ddp":
-        assert went_on(events, "checkpoint_saved")["layout"] == "TP1 PP1 DP1"
+        assert went_on(run, calm, "checkpoint_saved")["layout"] == "TP1 PP1 DP1"
     else:
-        assert events("not_restarted")
-        log = rack_up.rack["host-a"].sh(f"cat {RUNS}/{run_id_of(rack_up.rack.project / strategy)}/logs/launcher.log")
+        assert run.events("not_restarted")
+        log = rack_up.rack["host-a"].sh(f"cat {run.folder}/logs/launcher.log")
         assert "is on no node of this run; " in log
         assert "train.checkpoint_copies" in log
 
 
 @pytest.mark.full  # a third host takes minutes
-def test_a_spare_gets_its_part_from_the_copies(rack_up: Up) -> None:
+def test_a_spare_gets_its_part_from_the_copies(rack_up: Up, calm: dict[int, float]) -> None:
     """It has a disk of its own, and none of the run's checkpoints."""
     rack, name = rack_up.rack, "spared"
     rack.add("host-c")
@@ -241,7 +281,7 @@ def test_a_spare_gets_its_part_from_the_copies(rack_up: Up) -> None:
         for task in (("up",), ("data", "--path", "data/tiny")):
             done = rack.fab(*task, hosts=hosts)
             assert done.returncode == 0, done.stderr
-        moved = went_on(lose_host_b(rack, name, name, COPIED))
+        moved = went_on(lose_host_b(rack, name, name, COPIED), calm)
         assert (moved["nodes"], moved["layout"]) == (["host-a", "host-c"], "TP1 PP1 DP2")
         run_id = run_id_of(rack.project / name)
         checkpoint = f"/home/{USER}/tridock/{name}/workspace/runs/{run_id}/checkpoints/iter_0001500/files.json"

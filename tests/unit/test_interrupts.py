@@ -48,3 +48,27 @@ def test_ctrl_c_stays_ignored_under_nohup() -> None:
         "continues\n",
         "",
     )
+
+
+TWICE = """
+import os, signal, time
+from tridock.cli.interrupts import end_at_once, raised
+
+end_at_once()
+with raised():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        print("cleaned up")
+    time.sleep(0.6)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted again")
+"""
+
+
+def test_two_at_once_are_one_and_a_later_one_is_another() -> None:
+    """The second would end the cleanup that the first has begun."""
+    assert run("-c", TWICE) == (0, "cleaned up\ninterrupted again\n", "")

@@ -5,6 +5,7 @@ Imports nothing slow.
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +13,8 @@ from types import FrameType
 _ANSWER = b"interrupted\n"
 _EXIT_INTERRUPTED = 130
 """Equals the constant in tridock.errors, which is slow to import."""
+_ONE_S = 0.5
+"""Seconds in which a second Ctrl-C counts as the same one: it would come between the first and the cleanup."""
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
@@ -31,8 +34,16 @@ def raised() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not _end:
         yield
         return
+    raised_at = -_ONE_S
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal raised_at
+        if time.monotonic() >= raised_at + _ONE_S:
+            raised_at = time.monotonic()
+            raise KeyboardInterrupt
+
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupt)
         yield
     finally:
         signal.signal(signal.SIGINT, _end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import pytest
 
 from tests.integration.rack import CLUSTER, PROGRAMS, USER, Rack, Up, write_data
 from tests.integration.rack_runs import RUNS, metrics, run_id_of, state_of, tiny
-from tests.integration.support import execute, wait_until
+from tests.integration.support import execute, succeed, wait_until
 from tests.patience import WORK_S
 
 
@@ -65,10 +66,16 @@ def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack
     done = rack.fab("data", "--set=train.load=hf:nowhere")
     assert done.returncode == 2
     assert "train.load: is neither here nor on host-a, host-b; got nowhere" in done.stderr
-    # In another layout each host lacks the other's stage, and gets it from there.
+    # A host alone gets the other one's stage before its rank starts.
     changes = ("train.train_iters=6", "optimizer.lr_decay_iters=4", "parallel.pipeline_model_parallel_size=1")
-    options = [f"--set={it}" for it in (*changes, "parallel.tensor_model_parallel_size=2")]
-    done = rack.fab("resume", "--run", run_id, *options)
+    options = [f"--set={it}" for it in changes]
+    done = rack.fab("resume", "--include", "host-b", "--run", run_id, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of other nodes are needed" not in done.stdout
+    assert re.search(f"^runs/{run_id}/checkpoints: iteration 4: \\d+ files, .* of other nodes than", done.stderr, re.M)
+    print(f"on one host: {done.stderr}")
+    # In another layout each host lacks the other's stage, and gets it from there.
+    done = rack.fab("resume", "--run", run_id, *options, "--set=parallel.tensor_model_parallel_size=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after iteration 4 of 6 at the latest" in done.stdout
     (needed,) = (line for line in done.stdout.splitlines() if "of other nodes are needed" in line)
@@ -105,32 +112,40 @@ def test_an_active_run_is_exported_from_its_newest_whole_checkpoint(rack_up: Up)
     assert len([*(rack.project / f"runs/{run_id}/checkpoints").iterdir()]) == 1
 
 
-@pytest.mark.full  # tests/distributed/test_local_disks.py: other nodes
+@pytest.mark.full  # the first test: what a host alone lacks
 def test_a_run_goes_on_where_none_of_its_files_are(rack_up: Up) -> None:
-    """The commands that are refused say what to do next."""
     rack = rack_up.rack
     fields = {"parallel": "{strategy: fsdp}", "train__train_iters": 4}
     done = rack.fab("launch", *tiny(**fields), "--include", "host-a", "--run-id-file", "first")
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = run_id_of(rack.project / "first")
     more = ("--set=train.train_iters=6", "--set=optimizer.lr_decay_iters=4")
-    resume = ("resume", "--include", "host-b", "--run", run_id, *more)
-    refused = rack.fab(*resume)
-    fetch = f"tridock fetch --hosts HOSTFILE --run {run_id} --checkpoints"
-    assert (refused.returncode, refused.stderr.endswith(f"; bring one of other hosts: {fetch}\n")) == (2, True)
-    assert rack.fab("fetch", "--run", run_id, "--checkpoints").returncode == 0
-    refused = rack.fab(*resume)
-    sync = f"tridock data sync --hosts hostfiles/{CLUSTER} --include host-b --path runs/{run_id}/checkpoints"
-    assert (refused.returncode, refused.stderr.endswith(f"; then {sync}\n")) == (2, True), refused.stderr
-    argv = (str(PROGRAMS / "tridock"), *sync.split()[1:])
-    done = execute(*argv, cwd=rack.project, env=rack.environment())
-    assert done.returncode == 0, done.stderr
-    done = rack.fab(*resume, "--run-id-file", "second")
+    done = rack.fab("resume", "--include", "host-b", "--run", run_id, *more, "--run-id-file", "second")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = f"{RUNS}/{run_id_of(rack.project / 'second')}"
     lines = rack["host-b"].sh(f"cat {folder}/metrics.jsonl").splitlines()
     assert [it["iteration"] for it in map(json.loads, lines) if "split" not in it][-1] == 6
     assert "checkpoint_loaded" in rack["host-b"].sh(f"cat {folder}/events.jsonl")
+
+
+@pytest.mark.full  # tests/distributed/test_local_disks.py: the copies; tests/unit/ops/test_resume.py: without events
+def test_a_run_that_lost_its_head_goes_on_from_the_copies(rack_up: Up) -> None:
+    rack = rack_up.rack
+    done = rack.fab("launch", *tiny(**COPIED, train__train_iters=4), "--run-id-file", "headless")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = run_id_of(rack.project / "headless")
+    resume = ("resume", "--run", run_id, "--set=train.train_iters=6", "--set=optimizer.lr_decay_iters=4")
+    succeed("docker", "pause", rack["host-a"].container)
+    try:
+        lost = rack.fab(*resume)
+        assert lost.returncode == 3, lost.stderr
+        assert lost.stderr.startswith("host-a: does not answer ssh at ")
+        assert lost.stderr.endswith("; or continue an engine's run without it: --exclude host-a\n")
+        done = rack.fab(*resume, "--exclude", "host-a")
+    finally:
+        succeed("docker", "unpause", rack["host-a"].container)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continues after iteration 4 of 6 at the latest, with learning rate " in done.stdout
 
 
 LONG = {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -45,11 +44,11 @@ def _resume(arguments: Arguments) -> int:
     """Continue a run that has stopped, failed, lost its nodes or come to its end, with changes, as a new run (under
     Slurm in a new job), from the newest checkpoint that is whole, wherever its nodes have the files. Your own program
     continues in its folder."""
-    from tridock.cluster.settings import load_cluster
     from tridock.experiment import is_command
-    from tridock.ops.hosts.hosts import Hosts
+    from tridock.ops.hosts.client import NodeClient, everywhere
+    from tridock.ops.runs.checkpoint_to_load import saved_in
     from tridock.ops.runs.prepare import prepare_on
-    from tridock.ops.runs.resume import continuation, folder_on, newest_on
+    from tridock.ops.runs.resume import continuation, folder_on
 
     named = arguments.named_run
     if arguments.hosts is None and named is not None:
@@ -65,14 +64,17 @@ def _resume(arguments: Arguments) -> int:
     with _or_without(hosts, arguments.include, arguments.exclude):
         folder = folder_on(hosts, None if named is None else Path(named).name, home)
         if not is_command(folder / run_folder.EXPERIMENT):
-            everywhere = Hosts(load_cluster(arguments.hostfile), quiet=arguments.quiet)
-            newest = partial(newest_on, hosts, everywhere, folder.name)
+
+            def newest(load: str) -> int | None:
+                with suppress(ClusterError):  # of a node that is not up: the ranks will tell
+                    return saved_in(everywhere(NodeClient.of(hosts)), load).newest
+                return None
+
             found = continuation(folder, arguments.set, arguments.confirm, newest=newest)
-    if is_command(folder / run_folder.EXPERIMENT):
-        return _resume_program(arguments, hosts, folder)
-    prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
-    say(str(found))
-    return start(arguments, hosts, prepared)
+            prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
+            say(str(found))
+            return start(arguments, hosts, prepared)
+    return _resume_program(arguments, hosts, folder)
 
 
 @contextmanager

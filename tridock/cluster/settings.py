@@ -72,6 +72,11 @@ class Cluster:
         return replace(self, settings=settings, wraps=image if wrap else None)
 
     @property
+    def unfiltered(self) -> "Cluster":
+        """This cluster with all slots of every entry of the hostfile, and no spares."""
+        return replace(self, slots={node.name: tuple(range(node.slots)) for node in self.nodes}, spares={})
+
+    @property
     def hosts_option(self) -> str:
         """``--hosts HOSTFILE``, quoted for a shell."""
         return f"--hosts {shlex.quote(str(self.hostfile_path))}"

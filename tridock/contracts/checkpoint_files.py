@@ -80,6 +80,16 @@ class Manifest:
         return (json.dumps(content, indent=1) + "\n").encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a node is to get of a checkpoint: files, and the nodes that have each; ``elsewhere`` has the others."""
+
+    files: Mapping[str, Entry]
+    nodes: Mapping[str, tuple[str, ...]]
+    elsewhere: Mapping[str, Entry]
+    ill: Illness | None
+
+
 def _listed(entries: Mapping[str, Entry]) -> dict[str, dict[str, int | str]]:
     return {name: {"bytes": entries[name].size, "sha256": entries[name].sha256} for name in sorted(entries)}
 

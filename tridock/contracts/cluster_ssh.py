@@ -25,6 +25,6 @@ CONFIG: Final = {
 # The supervisor and the doctor retry by themselves, so an unreachable node must fail within seconds.
 _QUICK: Final = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ConnectionAttempts=1")
 SUPERVISOR: Final = ("ssh", "-T", *_QUICK, "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-"""The supervisor's ssh to another node."""
+"""A node's ssh to another one: the supervisor's, and rsync's."""
 PROBE: Final = ("ssh", "-a", "-x", *_QUICK)
 """The doctor's ssh from the head to a node, with the options of pdsh."""

@@ -145,6 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     spare = verb("spare-status", text, folder, calls="supervisor.failover:spare_status")
     spare.add_argument("--reserve", action="store_true", help="reserve the node for the run if it can")
 
+    text = "copy files of a checkpoint from other nodes; reads from stdin which, as JSON"
+    verb("receive-checkpoint", text, folder, calls="delivery:receive_checkpoint")
+
     verb("receive-files", "unpack a tar archive from stdin into a folder", folder)
 
     save = verb("save", "signal the ranks of a run on this node to save and end", folder)

@@ -18,12 +18,10 @@ from tridock.contracts.node_answers import RunInfo
 from tridock.contracts.run_state import RunState
 from tridock.errors import ClusterError, RequestError
 from tridock.ops.hosts.client import NodeClient
-from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs import fetch as fetching
 from tridock.ops.runs import saved_checkpoints
 from tridock.ops.runs.cluster_runs import Run
 from tridock.ops.runs.fetch import fetch, fetch_checkpoint
-from tridock.ops.runs.resume import newest_on
 
 RUN = "demo-20261122-110613-14b7"
 FIELDS = {
@@ -275,35 +273,3 @@ def test_another_nodes_copy_takes_the_place_of_a_bad_one(nodes: Lab, fault: str)
     assert bring(nodes) == 2
     here = nodes.project / "runs" / RUN / "checkpoints/iter_0000002"
     assert (is_complete(here), (here / "rank-1.pt").read_bytes() == content) == (True, True)
-
-
-# ---- a run on some of the nodes ------------------------------------------------------------------
-
-
-def test_files_of_nodes_that_are_left_out_are_named_before_the_start(
-    nodes: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def of(hosts: Hosts) -> NodeClient:
-        client = NodeClient(hosts, {node: nodes.client.states[node] for node in hosts})
-        monkeypatch.setattr(client, "inside", nodes.client.inside, raising=False)
-        return client
-
-    monkeypatch.setattr(NodeClient, "of", of)
-    load, everywhere = f"runs/{RUN}/checkpoints", nodes.hosts
-    some = Hosts(everywhere.cluster.first(1, None), {"node-1": everywhere["node-1"]})
-    with pytest.raises(RequestError) as caught:
-        newest_on(some, everywhere, RUN, load)
-    option = everywhere.cluster.hosts_option
-    assert str(caught.value) == (
-        f"{load}: iteration 2 is whole only with files of other nodes than the run's; got node-1; add those nodes, "
-        f"or bring the files: tridock fetch {option} --run {RUN} --checkpoints; "
-        f"then tridock data sync {option} --include node-1 --path {load}"
-    )
-    assert newest_on(everywhere, everywhere, RUN, load) == 2
-    place = nodes.workspace("node-1") / load / "iter_0000002"
-    write(nodes, "node-1", f"{load}/iter_0000002/rank-1.pt", b"rank-1.pt 2" * 1000)
-    entries = {name: Entry.of(place / name) for name in ("rank-0.pt", "rank-1.pt")}
-    (place / "files.json").write_bytes(Manifest(entries).to_bytes())
-    assert newest_on(some, everywhere, RUN, load) == 2
-    monkeypatch.setattr(NodeClient, "running", lambda _: ("node-1",))
-    assert newest_on(everywhere, everywhere, RUN, load) is None

@@ -95,6 +95,19 @@ class NodeClient:
         return ClusterError(Problem(node, "its image has another version of Tridock", got, todo))
 
 
+def everywhere(client: NodeClient) -> NodeClient:
+    """Returns a client of the hosts of ``client`` and of those others of its hostfile that answer; one that did not is
+    not asked again."""
+    every, ours = Hosts(client.cluster.unfiltered, quiet=client.hosts.quiet), client.hosts
+    others = every.only(every.keys() - ours.keys() - ours.silent)
+    if not others:
+        return client
+    outcomes = ask_states(others)
+    states = {node: outcome.value for node, outcome in outcomes.items() if outcome.value is not None}
+    ours.silent.update(others.keys() - states.keys())
+    return NodeClient(every.only({*client.states, *states}), {**client.states, **states})
+
+
 def reachable(hosts: Hosts) -> tuple[NodeClient, ClusterError | None]:
     """Returns a client of the hosts that answer, and the error of the others.
 

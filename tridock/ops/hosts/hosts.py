@@ -20,6 +20,8 @@ class Hosts(Mapping[str, Host]):
         self.cluster: Final = cluster
         self.transport: Final = transport_of(cluster)
         self.quiet: Final = quiet
+        self.silent: Final = set[str]()
+        """Hosts of the hostfile that are not among these, and did not answer."""
         self._hosts: Final = connect(cluster) if hosts is None else hosts
 
     def __getitem__(self, node: str) -> Host:

@@ -18,9 +18,16 @@ from tridock.remote import Host
 
 
 def download(
-    client: NodeClient, commands: Mapping[str, Command], folder: Path, suffix: str, what: str, size: int | None
+    client: NodeClient,
+    commands: Mapping[str, Command],
+    folder: Path,
+    suffix: str,
+    what: str,
+    size: int | None,
+    timeout: float | None = None,
 ) -> dict[str, Path]:
-    """Downloads what a command of each node prints into a file ``NODE`` + suffix of ``folder``.
+    """Downloads what a command of each node prints into a file ``NODE`` + suffix of ``folder``, each in ``timeout``
+    seconds.
 
     Raises :class:`ClusterError` with the nodes that could not send all of it.
     """
@@ -31,17 +38,19 @@ def download(
         files = {node: stack.enter_context(path.open("wb")) for node, path in archives.items()}
 
         client.hosts.each(
-            lambda node, host: _download(node, host, commands[node], files[node], bar), only=tuple(archives)
+            lambda node, host: _download(node, host, commands[node], files[node], bar, timeout), only=tuple(archives)
         )
     return archives
 
 
-def _download(node: str, host: Host, command: Command, file: IO[bytes], progress: Callable[[int], None]) -> None:
+def _download(
+    node: str, host: Host, command: Command, file: IO[bytes], progress: Callable[[int], None], timeout: float | None
+) -> None:
     def write(chunk: bytes) -> None:
         file.write(chunk)
         progress(len(chunk))
 
-    done = host.read_into(write, command)
+    done = host.read_into(write, command, timeout)
     # tar exits with 1 if a file grew while it was read: an active run can be fetched.
     if done.exit_code != 1 or not file.tell():
         done.checked(node)

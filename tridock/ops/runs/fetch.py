@@ -19,7 +19,7 @@ from tridock.errors import ClusterError, Problem, RequestError, TridockError, cu
 from tridock.experiment import Experiment, recorded_experiment, recorded_run
 from tridock.experiment.generation_config import GENERATION_CONFIG
 from tridock.experiment.inputs import tokenizer_folders
-from tridock.ops.hosts.client import NodeClient
+from tridock.ops.hosts.client import NodeClient, everywhere
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs.archives import download, move, unpack
 from tridock.ops.runs.cluster_runs import Run, choose_run, list_runs
@@ -40,10 +40,12 @@ def newest_copy(
 ) -> Path:
     """Returns the folder of the named run, freshly fetched from the cluster, once ``check`` lets it pass.
 
+    All nodes of the hostfile are asked, also those that filters leave out.
+
     If no node knows the run or none is up, uses the copy below ``home`` from an earlier fetch.
     """
     try:
-        client = NodeClient.of(hosts)
+        client = everywhere(NodeClient.of(hosts))
         run = choose_run(client, run_id, active=False)
     except TridockError as error:
         if run_id is not None and (home / run_id).is_dir():
@@ -146,7 +148,7 @@ def _fetch(client: NodeClient, run: Run, destination: Path, bring: Callable[[Pat
 def _saved(client: NodeClient, run: Run, folder: Path, checkpoint_folder: str | None) -> SavedCheckpoints:
     """Looks for the run's checkpoints, which may be in a folder of their own."""
     place = checkpoint_folder or f"runs/{run.run_id}/{run_folder.CHECKPOINTS}"
-    return SavedCheckpoints.look(client, run, PurePosixPath(run_folder.WORKSPACE, place), folder)
+    return SavedCheckpoints.look(client, run.run_id, PurePosixPath(run_folder.WORKSPACE, place), folder, run.head)
 
 
 def _add(client: NodeClient, run: Run, folder: Path, part: str, exclude: Collection[str]) -> set[str]:

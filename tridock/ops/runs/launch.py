@@ -19,6 +19,7 @@ from tridock.ops.checks.quick import check_quickly
 from tridock.ops.hosts.attached import NodesLock
 from tridock.ops.hosts.client import NODE, NodeClient
 from tridock.ops.nodes.containers import ensure_up, kept_up
+from tridock.ops.runs.checkpoint_to_load import lacking_files
 from tridock.ops.runs.cluster_runs import (
     list_runs,
     refuse_others,
@@ -101,6 +102,10 @@ def launch(
     questions: list[Callable[[], object]] = []
     if not share and not queue:
         questions += [lambda: refuse_slots_in_use(client), lambda: refuse_slots_of_neighbours(client)]
+    if (bring := lacking_files(client, prepared.experiment)) is not None:
+        for refuse in questions:  # before what may take long
+            refuse()
+        bring()
     is_busy = queue and bool(slots_in_use(client) or (not share and on_our_slots(client)))
     if check and not is_busy:  # busy devices would fail the checks
         on_cpu = prepared.experiment.env.get("DS_ACCELERATOR") == "cpu"

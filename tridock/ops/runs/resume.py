@@ -2,17 +2,15 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from pathlib import Path
 
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import check_run
-from tridock.contracts.run_folder import CHECKPOINTS, CODE_COPY, EXPERIMENT, SUPERVISION, WORKSPACE, read_text
+from tridock.contracts.run_folder import CHECKPOINTS, CODE_COPY, EXPERIMENT, SUPERVISION, read_text
 from tridock.contracts.supervision import Supervision
 from tridock.differences import flattened
-from tridock.errors import ClusterError, Problem, RequestError
+from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, is_command, load_experiment, recorded_experiment
 from tridock.experiment.training import learning_rate, training_fields
 from tridock.ops.hosts.client import NodeClient
@@ -20,7 +18,6 @@ from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs.cluster_runs import Run, list_runs
 from tridock.ops.runs.fetch import newest_copy
 from tridock.ops.runs.recorded_run import Confirm, confirm_run
-from tridock.ops.runs.saved_checkpoints import SavedCheckpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ def continuation(
 ) -> Continuation:
     """Returns how the run in a folder continues with these ``--set`` changes, once ``confirm`` allows what it sets, and
     what the ``request`` of its job does. ``newest`` tells the iteration of the newest checkpoint in a folder of the
-    workspace, or raises; None if that is not known.
+    workspace, None if there is none: where the run's events are gone with its head.
 
     Raises :class:`RequestError` if there is nothing to continue, or a change leaves the learning rate to guess.
     """
@@ -82,51 +79,12 @@ def continuation(
     if (chosen := _chosen(before, now, changes)) or before.train.override_checkpoint:
         overrides = (f"train.override_checkpoint=[{', '.join(chosen)}]", *overrides)
     saved = [event.get("iteration") for event in events_of(run, Event.CHECKPOINT_SAVED)]
-    found = None if any(it.startswith("train.load=") for it in changes) else newest(load)
-    # Without events the head, which has them, is gone, or the run ended before its first checkpoint.
-    at = max((it for it in saved if isinstance(it, int)), default=found)
+    at = max((it for it in saved if isinstance(it, int)), default=None)
+    if at is None and not any(it.startswith("train.load=") for it in changes):
+        at = newest(load)
     RequestError.raise_for([*_iterations(run, now, at), *_schedule(before, now, changes)])
     where = [f"continues from what is in {load}"] if at is None else _position(now, at)
     return Continuation(config, overrides, (*_changed(before, now), *where))
-
-
-def newest_on(hosts: Hosts, everywhere: Hosts, run_id: str, load: str) -> int | None:
-    """Returns the iteration of the newest healthy checkpoint in ``load`` that is whole on the nodes of a run on the
-    hosts; None if there is none, or a node is not up: the ranks will tell.
-
-    Raises :class:`RequestError` if a newer one is whole with files on nodes of ``everywhere`` that are not in
-    ``hosts``: the ranks would not find them. Raises :class:`ClusterError` with hosts that do not answer.
-    """
-    ours = _saved_on(hosts.only(hosts.cluster.slots), run_id, load)
-    if ours is None:
-        return None
-    if everywhere.nodes != hosts.nodes:
-        with suppress(ClusterError):
-            theirs = _saved_on(everywhere, run_id, load)
-            if theirs is not None and (theirs.newest or 0) > (ours.newest or 0):
-                raise RequestError(_files_elsewhere(hosts, run_id, load, theirs.newest, ours))
-    return ours.newest
-
-
-def _saved_on(hosts: Hosts, run_id: str, load: str) -> SavedCheckpoints | None:
-    """Returns what the hosts' nodes have in ``load``; None if one of them is not up."""
-    client = NodeClient.of(hosts)
-    with TemporaryDirectory() as folder, suppress(ClusterError):
-        if len(client.running()) == len(client.states):
-            return SavedCheckpoints.look(client, Run(run_id, hosts.head), PurePosixPath(WORKSPACE, load), Path(folder))
-    return None
-
-
-def _files_elsewhere(hosts: Hosts, run_id: str, load: str, newest: int | None, ours: SavedCheckpoints) -> Problem:
-    what = f"iteration {newest} is whole only with files of other nodes than the run's"
-    todo = "add those nodes"
-    if ours.newest is not None:
-        todo += f", continue from an older one (--set train.load={load}/{ours.by_iteration[ours.newest].name})"
-    if load == f"runs/{run_id}/{CHECKPOINTS}":
-        option, chosen = hosts.cluster.hosts_option, shlex.quote("@".join(hosts.cluster.slots))
-        bring = f"tridock fetch {option} --run {run_id} --checkpoints"
-        todo += f", or bring the files: {bring}; then tridock data sync {option} --include {chosen} --path {load}"
-    return Problem(load, what, ", ".join(hosts.cluster.slots), todo)
 
 
 def nodes_of_program(hosts: Hosts, run: Path) -> Supervision:

@@ -2,22 +2,25 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
-from tridock.contracts.checkpoint_files import Entry, Illness, Manifest, damage, read_manifest
+from tridock.contracts.checkpoint_files import Delivery, Entry, Illness, Manifest, damage, read_manifest
 from tridock.contracts.checkpoints import MANIFEST, saved_in
+from tridock.contracts.codec import encode
+from tridock.contracts.node_answers import USAGE
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError, count
-from tridock.ops.hosts.client import NodeClient
+from tridock.ops.hosts.client import NODE, NodeClient
 from tridock.ops.runs.archives import download, unpack
-from tridock.ops.runs.cluster_runs import Run
-from tridock.progress import size_text
+from tridock.progress import bars, size_text
+from tridock.remote import Host
 
 _COPIES: Final = 3
 """Nodes that are asked for a file: all of them may see one disk."""
+_LOOK_S: Final = 120.0
 _PACK_LISTS: Final = f'cd "$1" 2>/dev/null || exit 0; set -- */{MANIFEST}; [ -e "$1" ] || exit 0; exec tar -cz "$@"'
 
 
@@ -43,28 +46,40 @@ class Checkpoint:
         return sum(self.entries[file].size for file in files)
 
 
-class SavedCheckpoints:
-    """A run's checkpoints on the nodes that are up, in one folder of theirs."""
+class _Sizes:
+    """Tells progress the sizes that a node prints, one a line."""
 
-    def __init__(self, client: NodeClient, run: Run, place: PurePosixPath, found: Iterable[Checkpoint]) -> None:
-        self._client, self._run, self._place = client, run, place
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self._progress, self._rest = progress, b""
+
+    def __call__(self, chunk: bytes) -> None:
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        self._progress(sum(map(int, filter(bytes.isdigit, lines))))
+
+
+class SavedCheckpoints:
+    """The checkpoints on the nodes that are up, in one folder of theirs; messages name it ``name``."""
+
+    def __init__(self, client: NodeClient, name: str, place: PurePosixPath, found: Iterable[Checkpoint]) -> None:
+        self._client, self._name, self._place = client, name, place
         self.by_iteration = {it.iteration: it for it in found}
 
     @classmethod
-    def look(cls, client: NodeClient, run: Run, place: PurePosixPath, folder: Path) -> Self:
-        """Asks every node that is up; ``folder`` is for what they send."""
+    def look(cls, client: NodeClient, name: str, place: PurePosixPath, folder: Path, first: str | None = None) -> Self:
+        """Asks every node that is up; ``folder`` is for what they send. The list of the node ``first``, by default the
+        head, takes precedence."""
         folder.mkdir(exist_ok=True)
         commands = {node: client.inside(node, "sh", "-c", _PACK_LISTS, "sh", str(place)) for node in client.running()}
         names: dict[int, str] = {}
         parts: dict[int, dict[str, Manifest]] = defaultdict(dict)
-        archives = download(client, commands, folder, ".lists.tar.gz", "look", None)
-        for node in sorted(archives, key=lambda it: it != run.head):
+        archives = download(client, commands, folder, ".lists.tar.gz", "look", None, _LOOK_S)
+        for node in sorted(archives, key=lambda it: it != (first or client.head)):
             if archives[node].stat().st_size:
                 unpack(node, archives[node], folder / "lists" / node)
             for iteration, path in saved_in(folder / "lists" / node).items():
                 if isinstance(manifest := read_manifest(path), Manifest):
                     names[iteration], parts[iteration][node] = path.name, manifest
-        return cls(client, run, place, (Checkpoint(it, names[it], parts[it]) for it in sorted(parts)))
+        return cls(client, name, place, (Checkpoint(it, names[it], parts[it]) for it in sorted(parts)))
 
     @property
     def whole(self) -> list[int]:
@@ -81,7 +96,7 @@ class SavedCheckpoints:
         """Those that are not whole."""
         what, todo = "is not whole on the nodes that are up", "bring up the others (tridock up), then try again"
         return [
-            Problem(f"{self._run.run_id}/{it.name}", what, f"no {it.lacking[0]}", todo)
+            Problem(f"{self._name}/{it.name}", what, f"no {it.lacking[0]}", todo)
             for it in self.by_iteration.values()
             if it.lacking
         ]
@@ -102,7 +117,39 @@ class SavedCheckpoints:
             up = "bring up the nodes that have the rest (tridock up)"
             todo = f"wait until it has saved (train.save_interval), or {up}"
         what = "no whole checkpoint of it is on the nodes that are up"
-        raise RequestError(Problem(self._run.run_id, what, got, todo))
+        raise RequestError(Problem(self._name, what, got, todo))
+
+    def lacking_on(self, nodes: Collection[str], iteration: int) -> list[str]:
+        """Returns the files of a whole checkpoint that none of these nodes has."""
+        it = self.by_iteration[iteration]
+        return [file for file in it.entries if not {*nodes} & {*it.nodes[file]}]
+
+    def bring_to(self, nodes: Collection[str], iteration: int) -> None:
+        """Has these nodes get the files of a whole checkpoint that none of them has, each an equal part.
+
+        Raises :class:`ClusterError` with the files of which no copy arrives whole.
+        """
+        it, lacking = self.by_iteration[iteration], self.lacking_on(nodes, iteration)
+        shares: dict[str, list[str]] = {node: [] for node in nodes}
+        load = dict.fromkeys(nodes, 0)
+        for file in sorted(lacking, key=lambda file: -it.entries[file].size):
+            node = min(load, key=load.__getitem__)
+            shares[node].append(file)
+            load[node] += it.entries[file].size
+        with bars(quiet=self._client.hosts.quiet) as begin:
+            bar = begin(f"bring {it.name} to the run's nodes", it.size(lacking))
+
+            def deliver(node: str, host: Host) -> None:
+                files = {file: it.entries[file] for file in shares[node]}
+                rest = {file: entry for file, entry in it.entries.items() if file not in files}
+                request = Delivery(files, {file: tuple(it.nodes[file]) for file in files}, rest, it.ill)
+                argv = (*NODE, "receive-checkpoint", str(self._place / it.name))
+                done = host.read_into(_Sizes(bar), self._client.inside(node, *argv, stdin=encode(request).encode()))
+                if done.exit_code == USAGE:
+                    raise self._client.other_version(node, "it does not know receive-checkpoint")
+                replace(done, command=f"get its part of {it.name}").checked(node)
+
+            self._client.hosts.each(deliver, only=[node for node, files in shares.items() if files])
 
     def bring(self, iteration: int, folder: Path, here: Path, target: Path) -> None:
         """Downloads a whole checkpoint to a folder in ``target``, without the files that are whole in ``here`` already.
@@ -116,7 +163,7 @@ class SavedCheckpoints:
         if not self._client.hosts.quiet:
             total = f"{count(len(it.entries), 'file')}, {size_text(it.size(it.entries))}"
             rest = "" if len(missing) == len(it.entries) else f"; {size_text(it.size(missing))} are not here yet"
-            print(f"{self._run.run_id}: fetch the checkpoint of iteration {iteration}, {total}{rest}", file=sys.stderr)
+            print(f"{self._name}: fetch the checkpoint of iteration {iteration}, {total}{rest}", file=sys.stderr)
         untried = {file: it.nodes[file][:_COPIES] for file in missing}
         damaged: dict[str, list[Problem]] = defaultdict(list)
         while missing:
@@ -126,7 +173,7 @@ class SavedCheckpoints:
             asked = {file: untried[file].pop(0) for file in missing}
             self._download(it, asked, folder, target)
             for file, node in asked.items():
-                where = f"{self._run.run_id}/{it.name}/{file} on {node}"
+                where = f"{self._name}/{it.name}/{file} on {node}"
                 found = [replace(problem, where=where) for problem in damage(target, it.entries, [file], read=True)]
                 damaged[file] += found
                 if not found:
@@ -142,7 +189,7 @@ class SavedCheckpoints:
         names = {node: "\0".join(own).encode(errors="surrogateescape") for node, own in files.items()}
         commands = {node: self._client.inside(node, *argv, stdin=own) for node, own in names.items()}
         try:
-            archives = download(self._client, commands, folder, ".tar", f"fetch {self._run.run_id}", it.size(asked))
+            archives = download(self._client, commands, folder, ".tar", f"fetch {self._name}", it.size(asked))
         except ClusterError:
             self._refuse_if_gone(it, folder)
             raise
@@ -151,7 +198,7 @@ class SavedCheckpoints:
             archive.unlink()
 
     def _refuse_if_gone(self, it: Checkpoint, folder: Path) -> None:
-        if it.iteration not in self.look(self._client, self._run, self._place, folder / "again").by_iteration:
+        if it.iteration not in self.look(self._client, self._name, self._place, folder / "again").by_iteration:
             what = f"the checkpoint of iteration {it.iteration} was removed while it was fetched"
             todo = "try again; train.keep_checkpoints is how many a run keeps"
-            raise ClusterError(Problem(self._run.run_id, what, "", todo)) from None
+            raise ClusterError(Problem(self._name, what, "", todo)) from None

@@ -145,16 +145,33 @@ class Sshd:
         }
         return SshHost(name, Login(**wanted), retries)  # type: ignore[arg-type]
 
+    def _processes(self) -> list[int]:
+        """The server, then those of its connections."""
+        assert self._process is not None
+        found = [self._process.pid]
+        for parent in found:  # a connection of a user other than root has two, one below the other
+            argv = ["pgrep", "-P", str(parent), "^sshd"]
+            found += map(int, subprocess.run(argv, capture_output=True, text=True, check=False).stdout.split())
+        return found
+
     def end_sessions(self) -> None:
         """As a network or a host that goes away: every connection's own processes are killed."""
-        assert self._process is not None
-        ended = [str(self._process.pid)]
-        for parent in ended:  # a connection of a user other than root has two, one below the other
-            argv = ["pgrep", "-P", parent, "^sshd"]
-            ended += subprocess.run(argv, capture_output=True, text=True, check=False).stdout.split()
-        for pid in ended[1:]:
+        for pid in self._processes()[1:]:
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """As a host that hangs: its kernel takes connections, and nobody answers."""
+        pids = self._processes()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def stop(self) -> None:
         if self._process is not None:

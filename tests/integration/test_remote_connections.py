@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.integration.sshd import (
     USER,
     Sshd,
@@ -100,6 +102,17 @@ def test_a_name_that_cannot_be_resolved() -> None:
         "node.invalid: its name cannot be resolved; got node.invalid: Name or service not known; "
         "correct it in the hostfile, or its HostName or ProxyJump in ~/.ssh/config"
     )
+
+
+def test_a_host_that_hangs_is_not_called_a_login_shell_that_does(shared: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection of an earlier command hangs with it: only a new login tells."""
+    monkeypatch.setattr("tridock.remote.ssh._SHELL_S", 2.0)
+    host = shared.host(retries=0, connect_timeout=1.0)
+    assert host.run(Command.of("true")).exit_code == 0
+    with shared.frozen():
+        text = message(lambda: host.run(Command.of("true")))
+    assert text.startswith(f"node-1: does not answer ssh at 127.0.0.1 port {shared.port}; got Connection timed out")
+    assert host.run(Command.of("true")).exit_code == 0
 
 
 def test_a_port_that_never_speaks() -> None:

@@ -161,15 +161,21 @@ class SshHost(Host):
 
     def _begun(self, start: Callable[[], "_SshProcess"]) -> "_SshProcess":
         """Returns a process whose command has begun. Tries again where that may help; nothing was sent before."""
-        wait, attempts, asked = _FIRST_WAIT_S, 0, False
+        wait, attempts, asked, anew = _FIRST_WAIT_S, 0, False, False
         while True:
             attempts += 1
+            began = time.time()
             process = self._keep(start())
             if process.begins(self._login.connect_timeout + _SHELL_S):
                 return process
-            if not process.has_ended():  # a connection of an earlier command may hang since its network was away
+            hangs = not process.has_ended()
+            # A connection of an earlier command hangs if its host does, or its network was away: a new login tells.
+            anew = hangs and not anew and self._is_shared_since_before(began)
+            if hangs:
                 self.forget()
             process.end()
+            if anew:
+                continue
             text = self._jump_hosts_text() if _BEHIND_A_JUMP in process.text else process.text
             if is_refused_login(text) and not asked and _has_terminal():
                 asked = True
@@ -180,6 +186,13 @@ class SshHost(Host):
                 # Jitter, so that connections that were dropped together do not retry together.
                 time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311
                 wait = min(2 * wait, _LONGEST_WAIT_S)
+
+    def _is_shared_since_before(self, began: float) -> bool:
+        """Whether the commands share a connection that was there at this time."""
+        try:
+            return os.lstat(self._login.target().control_path).st_mtime < began
+        except OSError:
+            return False
 
     def _jump_hosts_text(self) -> str:
         """Returns what a jump host's ssh says. Without a connection to share, its stderr is ours."""

@@ -70,7 +70,6 @@ def test_a_strategy_that_torchrun_cannot_start_is_refused(workspace: Path) -> No
     assert [line for line in refused.stderr.splitlines() if line.startswith("given.yaml")] == [said]
 
 
-@pytest.mark.full  # tests/shell/test_ptd_benchmark.py
 def test_what_the_planner_refuses_is_said_once_and_no_run_is_left(workspace: Path) -> None:
     before = set((workspace / "runs").iterdir())
     done = benchmark(

@@ -52,6 +52,7 @@ def test_ctrl_c_stays_ignored_under_nohup() -> None:
 
 TWICE = """
 import os, signal, time
+from tridock.cli import interrupts
 from tridock.cli.interrupts import end_at_once, raised
 
 end_at_once()
@@ -61,7 +62,7 @@ with raised():
     except KeyboardInterrupt:
         os.kill(os.getpid(), signal.SIGINT)
         print("cleaned up")
-    time.sleep(0.6)
+    time.sleep(1.2 * interrupts._ONE_S)
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:

@@ -24,9 +24,13 @@ CONFIG = json.dumps({"rootfs": {"diff_ids": DIFF_IDS}}).encode()
 # their age, the newest of which is named if the registry has it, else the layer is compressed, always to the same
 # digest. `docker pull` gets what the host, named by the second-last argument of its script, does not know.
 ENGINE = r"""
-import hashlib, http.client, json, pathlib, sys
+import hashlib, http.client, json, os, pathlib, sys
 folder, (verb, *words) = pathlib.Path(sys.argv[1]), sys.argv[2:]
 state = json.loads((folder / "state").read_text())
+def keep():  # another process may read it now
+    part = folder / f"state.{os.getpid()}"
+    part.write_text(json.dumps(state))
+    part.replace(folder / "state")
 def ask(address, method, path, body=None):
     connection = http.client.HTTPConnection(address)
     connection.request(method, path, body)
@@ -56,7 +60,7 @@ if verb == "push":
         layers.append(named(diff.encode(), known))
         if layers[-1]["digest"] not in known:
             known.append(layers[-1]["digest"])
-    (folder / "state").write_text(json.dumps(state))
+    keep()
     other = [named(b"", [f"sha256:{it}"]) for it in "xy"]
     for config, its in ((state["config"], layers), *((it, other) for it in state["platforms"])):
         named_config = named(config.encode(), [digest(config.encode())])
@@ -80,7 +84,7 @@ elif verb == "pull":
             sys.exit("unknown blob")
         assert digest(content) == layer["digest"]
         state["has"].append(layer["digest"])
-    (folder / "state").write_text(json.dumps(state))
+    keep()
 elif verb == "info":
     print("io.containerd.snapshotter" if state["containerd"] else "")
 elif verb == "save":

@@ -22,7 +22,8 @@ from tests.patience import WORK_S
 
 def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack_up: Up) -> None:
     rack = rack_up.rack
-    short = [f"--set={it}" for it in ("train.train_iters=4", "train.eval_interval=0", "optimizer.lr_warmup_iters=1")]
+    fields = ("train_iters=4", "eval_interval=0", "checkpoint_copies=1")
+    short = [*(f"--set=train.{it}" for it in fields), "--set=optimizer.lr_warmup_iters=1"]
     done = rack.fab("launch", *short, "--run-id-file", "default")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no --config: configs/demo-3d.yaml with TP1 PP2 DP1" in done.stdout
@@ -140,7 +141,7 @@ def test_a_run_that_lost_its_head_goes_on_from_the_copies(rack_up: Up) -> None:
         lost = rack.fab(*resume)
         assert lost.returncode == 3, lost.stderr
         assert lost.stderr.startswith("host-a: does not answer ssh at ")
-        assert lost.stderr.endswith("; or continue an engine's run without it: --exclude host-a\n")
+        assert "; or continue an engine's run without it: --exclude host-a\n" in lost.stderr
         done = rack.fab(*resume, "--exclude", "host-a")
     finally:
         succeed("docker", "unpause", rack["host-a"].container)
@@ -284,6 +285,31 @@ def test_a_lost_host_without_copies_costs_what_it_alone_had(rack_up: Up, calm: d
         log = rack_up.rack["host-a"].sh(f"cat {run.folder}/logs/launcher.log")
         assert "is on no node of this run; " in log
         assert "train.checkpoint_copies" in log
+
+
+@pytest.mark.full  # test_run.py: a killed rank; tests/distributed/test_local_disks.py: a lost host
+def test_the_readmes_launch_survives_a_killed_rank_and_a_lost_host(rack_up: Up) -> None:
+    rack = rack_up.rack
+    done = rack.fab("launch", "--set=train.train_iters=600", "--detach", "--run-id-file", "lasting")
+    assert done.returncode == 0, done.stderr
+    run = Run(rack, f"{RUNS}/{run_id_of(rack.project / 'lasting')}")
+    wait_until(lambda: bool(run.events("checkpoint_copied")), "a checkpoint is copied")
+    rack.node("host-b", "pkill", "-KILL", "-f", "tridock.train")
+
+    def copied_again() -> bool:
+        names = [event["event"] for event in run.events("run_restarted", "checkpoint_copied")]
+        return "run_restarted" in names and names[-1] == "checkpoint_copied"
+
+    wait_until(copied_again, "it goes on after the rank", WORK_S)
+    rack["host-b"].sh(f"docker kill tridock-{CLUSTER}")
+    wait_until(lambda: bool(run.events("run_finished", "not_restarted")), "the run has ended", WORK_S)
+    killed, lost = run.events("run_restarted")
+    assert killed["reason"].startswith("rank 1 on host-b was ended by SIGKILL")
+    (moved,) = run.events("run_moved")
+    assert (moved["layout"], run.events("run_finished")[0]["iteration"]) == ("TP1 PP1 DP1", 600)
+    assert lost["iteration"] >= killed["iteration"] + 20
+    losses = run.losses()
+    assert losses[600] < losses[5] - 1
 
 
 @pytest.mark.full  # a third host takes minutes

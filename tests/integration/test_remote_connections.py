@@ -106,13 +106,14 @@ def test_a_name_that_cannot_be_resolved() -> None:
 
 def test_a_host_that_hangs_is_not_called_a_login_shell_that_does(shared: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection of an earlier command hangs with it: only a new login tells."""
-    monkeypatch.setattr("tridock.remote.ssh._SHELL_S", 2.0)
     host = shared.host(retries=0, connect_timeout=1.0)
-    assert host.run(Command.of("true")).exit_code == 0
-    with shared.frozen():
-        text = message(lambda: host.run(Command.of("true")))
-    assert text.startswith(f"node-1: does not answer ssh at 127.0.0.1 port {shared.port}; got Connection timed out")
-    assert host.run(Command.of("true")).exit_code == 0
+    assert shared.host().run(Command.of("true")).exit_code == 0
+    with shared.frozen(), monkeypatch.context() as short, ThreadPoolExecutor() as pool:
+        short.setattr("tridock.remote.ssh._SHELL_S", 4.0)
+        texts = [*pool.map(lambda _: message(lambda: host.run(Command.of("true"))), range(2))]  # two at once
+    wanted = f"node-1: does not answer ssh at 127.0.0.1 port {shared.port}; got Connection timed out"
+    assert [text[: len(wanted)] for text in texts] == [wanted] * 2
+    assert shared.host().run(Command.of("true")).exit_code == 0
 
 
 def test_a_port_that_never_speaks() -> None:

@@ -45,7 +45,7 @@ def _resume(arguments: Arguments) -> int:
     Slurm in a new job), from the newest checkpoint that is whole, wherever its nodes have the files. Your own program
     continues in its folder."""
     from tridock.experiment import is_command
-    from tridock.ops.hosts.client import NodeClient, everywhere
+    from tridock.ops.hosts.client import NodeClient
     from tridock.ops.runs.checkpoint_to_load import saved_in
     from tridock.ops.runs.prepare import prepare_on
     from tridock.ops.runs.resume import continuation, folder_on
@@ -67,14 +67,15 @@ def _resume(arguments: Arguments) -> int:
 
             def newest(load: str) -> int | None:
                 with suppress(ClusterError):  # of a node that is not up: the ranks will tell
-                    return saved_in(everywhere(NodeClient.of(hosts)), load).newest
+                    return saved_in(NodeClient.of(hosts), load).newest
                 return None
 
             found = continuation(folder, arguments.set, arguments.confirm, newest=newest)
-            prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
-            say(str(found))
-            return start(arguments, hosts, prepared)
-    return _resume_program(arguments, hosts, folder)
+    if is_command(folder / run_folder.EXPERIMENT):
+        return _resume_program(arguments, hosts, folder)
+    prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
+    say(str(found))
+    return start(arguments, hosts, prepared)
 
 
 @contextmanager
@@ -89,7 +90,8 @@ def _or_without(hosts: Hosts, include: str = "", exclude: str = "") -> Iterator[
         without = "@".join(filter(None, (exclude, *sorted(lost))))
         todo = f"or continue an engine's run without it: --exclude {shlex.quote(without)}"
         raise ClusterError(
-            replace(it, todo=f"{it.todo}; {todo}") if it.where in lost else it for it in error.problems
+            (replace(it, todo=f"{it.todo}; {todo}") if it.where in lost else it for it in error.problems),
+            error.unaffected,
         ) from None
 
 

@@ -9,8 +9,11 @@ from tridock.remote.ssh import Login, SshHost
 __all__ = ["Completed", "Host", "LocalHost", "Outcome", "Stream", "connect", "on_all", "raise_failures"]
 
 
-def connect(cluster: Cluster) -> dict[str, Host]:
-    """Returns the hosts by node name: the nodes in use, then the spares. Contacts none of them."""
+def connect(cluster: Cluster, *, once: bool = False) -> dict[str, Host]:
+    """Returns the hosts by node name: the nodes in use, then the spares. Contacts none of them.
+
+    ``once``: a login that fails is not tried again, nor asked for at the terminal.
+    """
     if not transport_of(cluster).separate_hosts:
         return {node: LocalHost(node) for node in cluster.everywhere}
     ssh = cluster.settings.ssh
@@ -18,7 +21,8 @@ def connect(cluster: Cluster) -> dict[str, Host]:
         node: SshHost(
             node,
             Login(cluster.node(node).host, ssh.user, ssh.port, ssh.identity_file, ssh.config_file, ssh.connect_timeout),
-            ssh.retries,
+            0 if once else ssh.retries,
+            may_ask=not once,
         )
         for node in cluster.everywhere
     }

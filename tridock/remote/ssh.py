@@ -121,11 +121,13 @@ class Login:
 class SshHost(Host):
     """One host; user, port, keys, jump hosts and known hosts come from the ssh configuration unless given."""
 
-    def __init__(self, name: str, login: Login, retries: int = 4) -> None:
+    def __init__(self, name: str, login: Login, retries: int = 4, *, may_ask: bool = True) -> None:
+        """``may_ask``: for a password, a code or a touch, at the terminal."""
         super().__init__(name)
-        self._login, self._retries = login, retries
+        self._login, self._retries, self._may_ask = login, retries, may_ask
         self._first = threading.Lock()
         self._connected = False
+        self._forgotten = 0
 
     def start(
         self,
@@ -164,20 +166,21 @@ class SshHost(Host):
         wait, attempts, asked, anew = _FIRST_WAIT_S, 0, False, False
         while True:
             attempts += 1
-            began = time.time()
+            began, forgotten = time.time(), self._forgotten
             process = self._keep(start())
             if process.begins(self._login.connect_timeout + _SHELL_S):
                 return process
-            hangs = not process.has_ended()
             # A connection of an earlier command hangs if its host does, or its network was away: a new login tells.
-            anew = hangs and not anew and self._is_shared_since_before(began)
-            if hangs:
+            # Of two commands that hang on it, the second finds it forgotten.
+            hangs = not process.has_ended()
+            anew = hangs and not anew and (forgotten != self._forgotten or self._is_shared_since_before(began))
+            if hangs and forgotten == self._forgotten:
                 self.forget()
             process.end()
             if anew:
                 continue
             text = self._jump_hosts_text() if _BEHIND_A_JUMP in process.text else process.text
-            if is_refused_login(text) and not asked and _has_terminal():
+            if is_refused_login(text) and self._may_ask and not asked and _has_terminal():
                 asked = True
                 self._log_in_at_terminal()
             elif not is_transient(text) or attempts > self._retries:
@@ -191,7 +194,7 @@ class SshHost(Host):
         """Whether the commands share a connection that was there at this time."""
         try:
             return os.lstat(self._login.target().control_path).st_mtime < began
-        except OSError:
+        except (OSError, ClusterError):
             return False
 
     def _jump_hosts_text(self) -> str:
@@ -255,6 +258,7 @@ class SshHost(Host):
     def forget(self) -> None:
         """Has the next command log in anew, where the shared connection no longer answers."""
         self._connected = False
+        self._forgotten += 1
         argv = self._login.argv("BatchMode=yes")
         self.short([argv[0], "-O", "stop", *argv[1:]], _SHORT_S)
 

@@ -14,11 +14,21 @@ import pytest
 from tests.unit.ops.conftest import Lab, program
 from tridock.command import Command
 from tridock.contracts import run_folder
-from tridock.contracts.checkpoint_files import Delivery, Entry, Illness, Manifest, Quantity, is_complete, read_manifest
+from tridock.contracts.checkpoint_files import (
+    Delivery,
+    Entry,
+    Illness,
+    Manifest,
+    Quantity,
+    damage,
+    is_complete,
+    read_manifest,
+)
 from tridock.contracts.codec import encode
 from tridock.errors import ClusterError
+from tridock.ops.hosts import client
 from tridock.ops.hosts.client import NodeClient
-from tridock.ops.runs import checkpoint_to_load
+from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs.checkpoint_to_load import lacking_files
 
 LOAD = "runs/demo-20261122-110613-14b7/checkpoints"
@@ -41,10 +51,10 @@ def run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> NodeClient:
         return Command(tuple(words), stdin=stdin)
 
     program(lab.bin / "ssh", SSH)
-    monkeypatch.setattr(lab.client, "inside", inside)
-    monkeypatch.setattr(checkpoint_to_load, "everywhere", lambda _: lab.client)
+    monkeypatch.setattr(NodeClient, "inside", lambda _, *given, **named: inside(*given, **named))
+    monkeypatch.setattr(client, "connect", lambda cluster, **_: {it: lab.hosts[it] for it in cluster.slots})
     cluster = replace(lab.hosts.cluster, slots={"node-1": (0,)})
-    return SimpleNamespace(cluster=cluster, hosts=lab.hosts)  # type: ignore[return-value]
+    return NodeClient.of(Hosts(cluster, {"node-1": lab.hosts["node-1"]}))
 
 
 def experiment(load: str) -> Any:
@@ -93,6 +103,7 @@ def test_each_file_comes_from_a_node_that_has_it_and_is_listed(
     assert isinstance(manifest, Manifest)
     assert (sorted(manifest.here), manifest.elsewhere) == (["a.pt", "c.pt", "deep/er/b #1.pt"], {})
     assert is_complete(here)
+    assert not any(damage(here, manifest.here, manifest.here, read=True))
     assert not bring(run)
 
 
@@ -109,7 +120,7 @@ def test_a_node_that_has_nothing_lists_what_it_lacks(lab: Lab, run: NodeClient, 
 
 def test_what_no_node_has_or_the_run_has_itself_is_not_brought(run: NodeClient, save: Save) -> None:
     assert not bring(run)
-    save(4, {"node-1": ["a.pt"], "node-2": ["b.pt"], "node-3": ["c.pt"]})  # node-3 does not answer
+    save(4, {"node-1": ["a.pt"], "node-2": ["b.pt"], "node-3": ["c.pt"]})  # which is not in the hostfile any more
     assert not bring(run)
     save(3, {"node-1": ["a.pt"], "node-2": ["a.pt"]})
     assert not bring(run)
@@ -172,12 +183,35 @@ def test_a_checkpoint_that_the_disk_has_no_space_for_is_not_begun(lab: Lab) -> N
     assert [*here.iterdir()] == []
 
 
-def test_a_node_that_does_not_tell_is_left_out_with_a_warning(
-    run: NodeClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: object) -> None:
-        raise ClusterError([])
-
-    monkeypatch.setattr(checkpoint_to_load, "everywhere", fail)
+def test_another_save_of_the_same_iteration_is_left_alone(lab: Lab, run: NodeClient, save: Save) -> None:
+    """On a node that was away meanwhile."""
+    save(2, {"node-2": ["a.pt", "b.pt"]})
+    files = [*(lab.workspace("node-2") / PLACE).glob("*.pt")]
+    old = {path: b"old " + path.read_bytes() for path in files}
+    save(2, {"node-1": ["a.pt", "b.pt"]})
+    for path, content in old.items():
+        path.write_bytes(content)
+    here = {path.name: Entry.of(path) for path in files}
+    (files[0].parent / "files.json").write_bytes(Manifest(here).to_bytes())
     assert not bring(run)
-    assert capsys.readouterr().err.startswith(f"warning: what other nodes than the run's have of {LOAD} is not known: ")
+    # Nor does what this node lacks of its own save come from there.
+    own = read_manifest(lab.workspace("node-1") / PLACE)
+    assert isinstance(own, Manifest)
+    part = Manifest({"a.pt": own.here["a.pt"]}, {"b.pt": own.here["b.pt"]})
+    (lab.workspace("node-1") / PLACE / "files.json").write_bytes(part.to_bytes())
+    assert not bring(run)
+    done = receive(lab, here["a.pt"])
+    assert (done.returncode, "a.pt: is of another save of this iteration; got " in done.stderr) == (4, True)
+
+
+def test_a_node_that_is_not_the_runs_and_cannot_tell_is_left_out_with_a_warning(
+    lab: Lab, run: NodeClient, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(2, {"node-2": ["a.pt"]})
+    fails = 'echo "tar: files.json: Cannot read: Input/output error" >&2; exit 2'
+    program(lab.bin / "tar", f'case "$PWD" in */node-2/*) {fails};; esac\nexec /bin/tar "$@"')
+    assert not bring(run)
+    assert capsys.readouterr().err.startswith("warning: node-2: `")
+    lab.up.remove("node-2")
+    assert not bring(run)
+    assert capsys.readouterr().err == ""

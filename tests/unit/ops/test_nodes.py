@@ -196,7 +196,7 @@ def test_a_twin_without_the_compose_plugin(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "docker").write_text("#!/bin/sh\necho \"unknown shorthand flag: 'p' in -p\" >&2; exit 125\n")
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    hosts = Hosts(load_cluster(tmp_path / "lab"))
+    hosts = Hosts(load_cluster(tmp_path / "lab", project_folder=tmp_path))
     hosts.cluster.state_folder.mkdir(parents=True)
     twin = NodeClient(hosts, {"node-0": HostState(FACTS, IMAGE, None, None)})
     with pytest.raises(ClusterError) as caught:

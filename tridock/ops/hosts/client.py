@@ -11,7 +11,8 @@ from tridock.contracts.node_answers import USAGE
 from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.facts import States, ask_states, read_states
 from tridock.ops.hosts.hosts import Hosts
-from tridock.remote import Completed, raise_failures
+from tridock.progress import bars
+from tridock.remote import Completed, connect, raise_failures
 
 T = TypeVar("T")
 
@@ -98,14 +99,18 @@ class NodeClient:
 def everywhere(client: NodeClient) -> NodeClient:
     """Returns a client of the hosts of ``client`` and of those others of its hostfile that answer; one that did not is
     not asked again."""
-    every, ours = Hosts(client.cluster.unfiltered, quiet=client.hosts.quiet), client.hosts
+    cluster, ours = client.cluster.unfiltered, client.hosts
+    every = Hosts(cluster, connect(cluster, once=True), quiet=ours.quiet)
     others = every.only(every.keys() - ours.keys() - ours.silent)
     if not others:
         return client
-    outcomes = ask_states(others)
+    with bars(quiet=ours.quiet) as begin:
+        begin("look at the other hosts of the hostfile", None)
+        outcomes = ask_states(others)
     states = {node: outcome.value for node, outcome in outcomes.items() if outcome.value is not None}
     ours.silent.update(others.keys() - states.keys())
-    return NodeClient(every.only({*client.states, *states}), {**client.states, **states})
+    hosts = {node: ours.get(node) or every[node] for node in every if node in client.states or node in states}
+    return NodeClient(Hosts(cluster, hosts, quiet=ours.quiet), {**client.states, **states})
 
 
 def reachable(hosts: Hosts) -> tuple[NodeClient, ClusterError | None]:

@@ -2,9 +2,10 @@
 
 import os
 import re
+import sys
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -14,7 +15,7 @@ from tridock.contracts.files_below import entries, folder_below, open_below, wri
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.client import NodeClient
 from tridock.progress import bars
-from tridock.remote import Host
+from tridock.remote import Host, raise_failures
 
 
 def download(
@@ -25,11 +26,13 @@ def download(
     what: str,
     size: int | None,
     timeout: float | None = None,
+    optional: Collection[str] = (),
 ) -> dict[str, Path]:
     """Downloads what a command of each node prints into a file ``NODE`` + suffix of ``folder``, each in ``timeout``
     seconds.
 
-    Raises :class:`ClusterError` with the nodes that could not send all of it.
+    Raises :class:`ClusterError` with the nodes that could not send all of it; of those that are ``optional`` it prints
+    a warning, and returns no file.
     """
     archives = {node: folder / f"{node}{suffix}" for node in commands}
     with ExitStack() as stack, bars(quiet=client.hosts.quiet) as begin:
@@ -37,10 +40,14 @@ def download(
         # Opened here, not in the hosts' threads, so that no thread leaves a file behind after Ctrl-C.
         files = {node: stack.enter_context(path.open("wb")) for node, path in archives.items()}
 
-        client.hosts.each(
+        outcomes = client.hosts.try_each(
             lambda node, host: _download(node, host, commands[node], files[node], bar, timeout), only=tuple(archives)
         )
-    return archives
+    failed = {node: it.error for node, it in outcomes.items() if node in optional and it.error is not None}
+    for error in failed.values():
+        print(f"warning: {error}", file=sys.stderr)
+    raise_failures({node: it for node, it in outcomes.items() if node not in failed})
+    return {node: path for node, path in archives.items() if node not in failed}
 
 
 def _download(

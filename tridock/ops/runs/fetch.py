@@ -40,13 +40,18 @@ def newest_copy(
 ) -> Path:
     """Returns the folder of the named run, freshly fetched from the cluster, once ``check`` lets it pass.
 
-    All nodes of the hostfile are asked, also those that filters leave out.
-
-    If no node knows the run or none is up, uses the copy below ``home`` from an earlier fetch.
+    If none of ``hosts`` knows it, the other nodes of the hostfile are asked. If no node knows the run or none is up,
+    uses the copy below ``home`` from an earlier fetch.
     """
+    client = NodeClient.of(hosts)
     try:
-        client = everywhere(NodeClient.of(hosts))
-        run = choose_run(client, run_id, active=False)
+        try:
+            run = choose_run(client, run_id, active=False)
+        except RequestError:
+            if run_id is None:
+                raise
+            client = everywhere(client)
+            run = choose_run(client, run_id, active=False)
     except TridockError as error:
         if run_id is not None and (home / run_id).is_dir():
             return home / run_id
@@ -148,7 +153,7 @@ def _fetch(client: NodeClient, run: Run, destination: Path, bring: Callable[[Pat
 def _saved(client: NodeClient, run: Run, folder: Path, checkpoint_folder: str | None) -> SavedCheckpoints:
     """Looks for the run's checkpoints, which may be in a folder of their own."""
     place = checkpoint_folder or f"runs/{run.run_id}/{run_folder.CHECKPOINTS}"
-    return SavedCheckpoints.look(client, run.run_id, PurePosixPath(run_folder.WORKSPACE, place), folder, run.head)
+    return SavedCheckpoints.look(client, run.run_id, PurePosixPath(run_folder.WORKSPACE, place), folder, [run.head])
 
 
 def _add(client: NodeClient, run: Run, folder: Path, part: str, exclude: Collection[str]) -> set[str]:

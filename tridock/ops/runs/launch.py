@@ -90,8 +90,8 @@ def launch(
 
     ``check`` runs the doctor's quick checks first; without it only the run's own files and its port are checked.
     ``share`` allows slots that another run has in use; with ``queue`` the run waits for them. ``approve`` is called
-    with the run's manifest and plan before anything is written, and may raise. An error or Ctrl-C leaves no files
-    behind, as long as the head can say that the run has not started.
+    with the run's manifest and plan before any file of the run is written, and may raise. An error or Ctrl-C leaves no
+    file of it behind, as long as the head can say that the run has not started; those of a checkpoint that came stay.
     Returns a client of the nodes that are up, too.
     """
     trackers = trackers_of(prepared.experiment)

@@ -35,10 +35,11 @@ class Checkpoint:
         self.nodes: dict[str, list[str]] = defaultdict(list)
         """By file, the nodes that have it."""
         for node, part in parts.items():
-            for file, entry in part.here.items():
-                if self.entries.setdefault(file, entry) == entry:
+            # Another save of the same iteration, on a node that was away meanwhile, has other hashes.
+            for file, entry in (*part.here.items(), *part.elsewhere.items()):
+                if self.entries.setdefault(file, entry) == entry and file in part.here:
                     self.nodes[file].append(node)
-        self.lacking = sorted({file for it in parts.values() for file in it.elsewhere} - self.entries.keys())
+        self.lacking = sorted(self.entries.keys() - self.nodes.keys())
         """The files that only other nodes have."""
 
     def size(self, files: Iterable[str]) -> int:
@@ -65,15 +66,25 @@ class SavedCheckpoints:
         self.by_iteration = {it.iteration: it for it in found}
 
     @classmethod
-    def look(cls, client: NodeClient, name: str, place: PurePosixPath, folder: Path, first: str | None = None) -> Self:
-        """Asks every node that is up; ``folder`` is for what they send. The list of the node ``first``, by default the
-        head, takes precedence."""
+    def look(
+        cls,
+        client: NodeClient,
+        name: str,
+        place: PurePosixPath,
+        folder: Path,
+        first: Collection[str],
+        optional: Collection[str] = (),
+    ) -> Self:
+        """Asks every node that is up; ``folder`` is for what they send. Those of the nodes ``first`` take precedence.
+
+        Raises :class:`ClusterError` with those that cannot send theirs; of ``optional`` ones it prints a warning.
+        """
         folder.mkdir(exist_ok=True)
         commands = {node: client.inside(node, "sh", "-c", _PACK_LISTS, "sh", str(place)) for node in client.running()}
         names: dict[int, str] = {}
         parts: dict[int, dict[str, Manifest]] = defaultdict(dict)
-        archives = download(client, commands, folder, ".lists.tar.gz", "look", None, _LOOK_S)
-        for node in sorted(archives, key=lambda it: it != (first or client.head)):
+        archives = download(client, commands, folder, ".lists.tar.gz", "look", None, _LOOK_S, optional)
+        for node in sorted(archives, key=lambda it: it not in first):
             if archives[node].stat().st_size:
                 unpack(node, archives[node], folder / "lists" / node)
             for iteration, path in saved_in(folder / "lists" / node).items():
@@ -198,7 +209,7 @@ class SavedCheckpoints:
             archive.unlink()
 
     def _refuse_if_gone(self, it: Checkpoint, folder: Path) -> None:
-        if it.iteration not in self.look(self._client, self._name, self._place, folder / "again").by_iteration:
+        if it.iteration not in self.look(self._client, self._name, self._place, folder / "again", ()).by_iteration:
             what = f"the checkpoint of iteration {it.iteration} was removed while it was fetched"
             todo = "try again; train.keep_checkpoints is how many a run keeps"
             raise ClusterError(Problem(self._name, what, "", todo)) from None

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tridock.cli import preprocess
 from tridock.cli.options import Arguments, Commands, Parser, add_command, add_group
-from tridock.cli.output import print_json, print_tables, say
+from tridock.cli.output import print_json, print_tables, problem_documents, report_failure, say
 from tridock.contracts.environment import DATA_MIRRORS
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tridock.data.dataset.inspect import Inspection
     from tridock.data.dataset.verify import Verified
 
@@ -82,6 +81,7 @@ def add(commands: Commands) -> None:
     sync.add_flag("--dry-run", "print what would be sent, and send nothing")
     text = "compare files by content instead of size and time; reads them all, here and on the hosts"
     sync.add_flag("--checksum", text)
+    sync.add_flag("--json", "print what was sent to each node as JSON")
     sync.add_quiet()
 
 
@@ -109,15 +109,20 @@ def _sync(arguments: Arguments) -> int:
     """Copy what an experiment reads (data, tokenizer, weights) to every host that lacks it, with rsync; Megatron's
     index maps too."""
     hosts = arguments.open_hosts()
-    from tridock.ops.sync.operation import run
+    from tridock.ops.sync.operation import run, table
 
-    config = arguments.named_config
-
-    def show(shown: str | Table) -> None:
-        say(shown) if isinstance(shown, str) else print_tables(shown)
-
-    run(hosts, arguments.path, config, arguments.set, show, dry_run=arguments.dry_run, checksum=arguments.checksum)
-    return 0
+    options = {"dry_run": arguments.dry_run, "checksum": arguments.checksum}
+    synced, maps = run(hosts, arguments.path, arguments.named_config, arguments.set, **options)
+    failure = synced.nodes.failure()
+    if arguments.json:
+        print_json(
+            nodes=[asdict(row) for row in synced.rows], index_maps=maps or None, problems=problem_documents(failure)
+        )
+    else:
+        print_tables(table(synced.rows, dry_run=arguments.dry_run))
+        if maps:
+            say(maps)
+    return report_failure(failure)
 
 
 def _add_prefixes(parser: Parser) -> None:

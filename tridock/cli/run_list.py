@@ -42,8 +42,9 @@ def add(commands: Commands) -> None:
         _add_place(verb)
         verb.add_flag("--yes", "do not ask")
         verb.add_flag("--force", "of a cluster, also runs that somebody else has started")
+        verb.add_flag("--json", "print the runs that are removed as JSON; needs --yes or --dry-run")
         for action in verb._actions:
-            if action.dest in ("hosts", "include", "exclude", "here", "workspace"):  # also before the verb
+            if action.dest in ("hosts", "include", "exclude", "here", "workspace", "json"):  # also before the verb
                 action.default = argparse.SUPPRESS
 
 
@@ -122,7 +123,8 @@ def _prune(arguments: Arguments) -> int:
     found = prunable(runs, datetime.now(UTC), **limits)
     if theirs := [] if arguments.force or arguments.here else others(found):
         by = ", ".join(sorted({run.started_by for run in theirs}))
-        say(printable(f"kept {count(len(theirs), 'run')} of others ({by}): --force removes them too"))
+        note = printable(f"kept {count(len(theirs), 'run')} of others ({by}): --force removes them too")
+        print(note, file=sys.stderr) if arguments.json else say(note)
         found = [run for run in found if run not in theirs]
     return _remove_asked(arguments, found, remove)
 
@@ -151,12 +153,24 @@ def _remove_asked(arguments: Arguments, runs: Sequence[RunInfo], remove: Remove)
     from tridock.report.markup import gib
     from tridock.report.run_tables import history_table
 
+    is_dry, size = getattr(arguments, "dry_run", False), sum(run.disk_bytes or 0 for run in runs)
+    what = f"{count(len(runs), 'run')}, {gib(size)}"
+    if arguments.json:
+        if not (arguments.yes or is_dry):
+            raise RequestError(Problem("--yes", "is missing, and --json asks nobody", what, "give it, or --dry-run"))
+        kept, failure = () if is_dry else remove(runs), None
+        try:
+            refuse_kept(kept)
+        except RequestError as error:
+            failure = error
+        removed = [run.run_id for run in runs if run.run_id not in kept]
+        print_json(removed=removed, dry_run=is_dry, problems=problem_documents(failure))
+        return report_failure(failure)
     if not runs:
         say("no run to remove")
         return 0
     print_tables(history_table(runs))
-    what = f"{count(len(runs), 'run')}, {gib(sum(run.disk_bytes or 0 for run in runs))}"
-    if getattr(arguments, "dry_run", False):
+    if is_dry:
         say(f"would remove {what}")
         return 0
     if not arguments.yes:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from tridock.cli.launch import follow, follow_job, reachable
 from tridock.cli.options import Arguments, Commands, add_command, output_file
-from tridock.cli.output import print_json, print_tables, say
+from tridock.cli.output import print_json, print_tables, problem_documents, say
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError, RunError
 
 if TYPE_CHECKING:
     from tridock.differences import Difference
+    from tridock.ops.runs.triage import RunFailedError
     from tridock.reproduction.original import Original
     from tridock.reproduction.outcome import Outcome
 
@@ -54,6 +55,7 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "triage", _triage, "explain why a run failed", *examples)
     parser.add_run(which, "the last failed run")
     parser.add_cluster()
+    parser.add_flag("--json", "print the first failure, its cause and remedy as JSON; null for a run that did not fail")
 
     example = "runs/demo-3d-20261122-110613-14b7 --without host-b"
     parser = add_command(commands, "replan", _replan, "show how a run continues after it loses nodes", example)
@@ -211,18 +213,26 @@ def _print_environment(differences: Sequence[Difference], notes: Sequence[str]) 
 def _triage(arguments: Arguments) -> int:
     """Explain why a run failed: the rank that failed first, the cause, and the fix."""
     run = arguments.named_run
+    found: RunFailedError | str
+    failure = None
     if run is not None and arguments.is_run_folder(run):
         from tridock.contracts.run_state import RunState, state_of
         from tridock.ops.runs.local_run import triage_here
 
         state = state_of(Path(run))
         well = state in (RunState.RUNNING, RunState.DONE, RunState.STOPPED, RunState.PREEMPTED)
-        say(f"{run}: did not fail: {state}" if well else str(triage_here(Path(run))))
-        return 0
-    from tridock.ops.runs.triage import triage
+        found = f"{run}: did not fail: {state}" if well else triage_here(Path(run))
+    else:
+        from tridock.ops.runs.triage import triage
 
-    # The unreachable host may be the cause: the others have evidence.
-    say(str(triage(reachable(arguments)[0], run)))
+        # The unreachable host may be the cause: the others have evidence.
+        client, failure = reachable(arguments)
+        found = triage(client, run)
+    if arguments.json:
+        shown = None if isinstance(found, str) else found.document
+        print_json(triage=shown, problems=problem_documents(failure))
+    else:
+        say(str(found))
     return 0
 
 

@@ -143,6 +143,19 @@ def test_nothing_is_removed_without_a_condition_or_a_yes(
     assert left(runs) == ["aaa0", "aaa1", "aaa2"]
 
 
+def test_scripts_read_what_is_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"tiny-2026010{it + 1}-101010-aaa{it}" for it in range(3)]
+    said = {"version": 1, "removed": names, "dry_run": True, "problems": []}
+    assert main(["runs", "--json", "prune", "--here", "--keep", "0", "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out) == said
+    assert main(["runs", "prune", "--here", "--keep", "0", "--json"]) == 2
+    (refused,) = json.loads(capsys.readouterr().out)["problems"]
+    assert refused["message"].startswith("--yes: is missing, and --json asks nobody; got 3 runs, ")
+    assert main(["runs", "rm", names[1], "--here", "--json", "--yes"]) == 0
+    assert json.loads(capsys.readouterr().out) == {**said, "removed": names[1:2], "dry_run": False}
+    assert left(runs) == ["aaa0", "aaa2"]
+
+
 def test_runs_are_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--here", "prune", "--state", "failed", "--yes"]) == 0
     assert left(runs) == ["aaa0", "aaa2"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from tridock import cli
 from tridock.contracts.codec import encode
 from tridock.contracts.node_answers import IndexMaps
 from tridock.contracts.run_folder import PYTHON
-from tridock.errors import Problem, TridockError
+from tridock.errors import ClusterError, Problem, TridockError
 from tridock.ops.sync import operation, rsync
 from tridock.ops.sync.operation import Row
 from tridock.ops.sync.rsync import OPERATOR
@@ -54,10 +55,12 @@ def run(lab: Lab, paths: list[str], config: str = "", dry_run: bool = False, **f
     shown = io.StringIO()
     say = Console(file=shown, width=200, highlight=False, soft_wrap=True).print
     try:
-        operation.run(lab.hosts, paths, Path(config) if config else None, [], say, dry_run=dry_run)
+        synced, maps = operation.run(lab.hosts, paths, Path(config) if config else None, [], dry_run=dry_run)
     except TridockError as error:
-        return f"{shown.getvalue()}{error}\n"
-    return shown.getvalue()
+        return f"{error}\n"
+    say(operation.table(synced.rows, dry_run=dry_run))
+    failure = synced.nodes.failure()
+    return shown.getvalue() + "".join(f"{it}\n" for it in (maps, failure) if it)
 
 
 def cells(shown: str) -> list[list[str]]:
@@ -314,12 +317,30 @@ def test_nodes_that_share_the_data_need_no_copy(nodes: Lab) -> None:
 # ---- the two command lines -----------------------------------------------------------------------
 
 
-def test_tridock_data_sync_is_the_same(files: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tridock_data_sync_is_the_same(
+    files: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(operation, "run", lambda *given, **named: asked.append((given[1:4], named)))
+    failure = ClusterError(Problem("node-2", "is away", "", "wait"))
+    synced = SimpleNamespace(rows=(Row("node-1", 2, 1, 11), Row("node-2", failed=True)))
+    synced.nodes = SimpleNamespace(failure=lambda: failure)
+
+    def run(*given: Any, **named: Any) -> tuple[Any, str]:
+        asked.append((given[1:4], named))
+        return synced, "index maps: 3 files, made on node-1"
+
+    monkeypatch.setattr(operation, "run", run)
     arguments = ["--hosts", "hostfiles/lab", "--path", "data/x", "--path", "data", "--set", "a=1", "--config", "c.yaml"]
-    assert cli.main(["data", "sync", *arguments, "--dry-run", "--checksum"]) == 0
+    assert cli.main(["data", "sync", *arguments, "--dry-run", "--checksum"]) == 3
     assert asked == [((["data/x", "data"], Path("c.yaml"), ["a=1"]), {"dry_run": True, "checksum": True})]
+    said = capsys.readouterr()
+    assert said.out.endswith("index maps: 3 files, made on node-1\n")
+    assert cli.main(["data", "sync", *arguments, "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert [(it["node"], it["sent"], it["bytes"], it["failed"]) for it in found["nodes"]] == [
+        ("node-1", 2, 11, False), ("node-2", 0, 0, True),
+    ]  # fmt: skip
+    assert (found["problems"][0]["message"], said.err) == ("node-2: is away; wait", "node-2: is away; wait\n")
 
 
 def test_every_script_passes_shellcheck(tmp_path: Path) -> None:

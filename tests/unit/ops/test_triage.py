@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.unit.ops.conftest import Lab
 from tridock.cli import main
+from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_state import LOCK, RunState
 from tridock.errors import RequestError
 from tridock.ops.runs import triage
@@ -36,13 +38,33 @@ def test_a_run_that_did_not_fail_is_no_error(
     with (tmp_path / LOCK).open("w") as supervisor:
         fcntl.flock(supervisor, fcntl.LOCK_EX)
         assert main(["triage", str(tmp_path)]) == 0
-    assert capsys.readouterr() == (f"{tmp_path}: did not fail: {state}\n", "")
+        assert capsys.readouterr() == (f"{tmp_path}: did not fail: {state}\n", "")
+        assert main(["triage", str(tmp_path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"version": 1, "triage": None, "problems": []}
 
 
 def test_a_copy_without_an_exit_code_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "experiment.yaml").touch()
     assert main(["triage", str(tmp_path)]) == 0
     assert "the run failed; got no exit code" in capsys.readouterr().out
+    assert main(["triage", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["triage"]
+    assert (found["run"], found["exit_code"], found["failure"]) == (tmp_path.name, None, None)
+    assert set(found["diagnosis"]) == {"rule", "cause", "remedy", "seen"}
+
+
+def test_scripts_read_the_rank_that_failed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment.yaml").touch()
+    (tmp_path / "exit_code").write_text("4\n")
+    append_event(
+        tmp_path, Event.RANK_DIED, rank=3, node="host-b", cause=Cause.RANK_SIGNALLED, reason="was ended by SIGKILL"
+    )
+    assert main(["triage", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["triage"]
+    assert found["exit_code"] == 4
+    assert found["failure"] == {
+        "event": "rank_died", "cause": "rank_signalled", "rank": 3, "node": "host-b", "reason": "was ended by SIGKILL"
+    }  # fmt: skip
 
 
 def test_a_run_of_a_cluster_that_did_not_fail_is_no_error(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Triage of a failed run: collects evidence from all its nodes and diagnoses the failure."""
 
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import Evidence
@@ -17,6 +18,21 @@ class RunFailedError(RunError):
     def __init__(self, problem: Problem, facts: Facts) -> None:
         super().__init__(problem)
         self.facts, self.diagnosis = facts, diagnose(facts)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Returns what ``--json`` prints."""
+        (problem,), failure = self.problems, self.facts.failure
+        of_rank = None
+        if failure is not None:
+            of_rank = {
+                "event": self.facts.kind, "cause": self.facts.cause or None, "rank": failure.rank, "node": failure.node,
+                "reason": failure.reason,
+            }  # fmt: skip
+        return {
+            "run": problem.where, "exit_code": self.facts.exit_code, "failure": of_rank,
+            "diagnosis": asdict(self.diagnosis), "see": problem.todo,
+        }  # fmt: skip
 
     def __str__(self) -> str:
         return printable(f"{super().__str__()}\n{report(self.facts, self.diagnosis)}")

@@ -3,7 +3,7 @@
 import posixpath
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -131,12 +131,11 @@ def run(
     paths: Sequence[str],
     config: Path | None,
     overrides: Sequence[str],
-    say: Callable[[str | Table], object],
     *,
     dry_run: bool = False,
     checksum: bool = False,
-) -> None:
-    """Copies the data to the nodes and prints the result; raises the nodes' errors at the end.
+) -> tuple[Synced, str]:
+    """Copies the data to the nodes; returns the result, with the nodes' errors, and a line about index maps, if any.
 
     ``paths`` are files, folders or prefixes. An experiment's files are copied if it is named, or if no path is.
     """
@@ -152,11 +151,7 @@ def run(
         laid_out = experiment.resolved(plan.data_parallel_size), plan
         wanted, absent = of_experiment(project, config, experiment)
     synced = sync(hosts, choose(project, paths, wanted), absent, dry_run=dry_run, checksum=checksum)
-    say(table(synced.rows, dry_run=dry_run))
-    if laid_out is not None and not dry_run:
-        say(send_index_maps(synced, *laid_out))
-    if failure := synced.nodes.failure():
-        raise failure
+    return synced, "" if laid_out is None or dry_run else send_index_maps(synced, *laid_out)
 
 
 def _refuse_absent(nodes: Nodes, absent: Sequence[Absent]) -> None:

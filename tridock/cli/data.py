@@ -108,6 +108,7 @@ def _fetch(arguments: Arguments) -> int:
 def _sync(arguments: Arguments) -> int:
     """Copy what an experiment reads (data, tokenizer, weights) to every host that lacks it, with rsync; Megatron's
     index maps too."""
+    arguments.quiet = arguments.quiet or arguments.json
     hosts = arguments.open_hosts()
     from tridock.ops.sync.operation import run, table
 

@@ -66,8 +66,10 @@ def _resume(arguments: Arguments) -> int:
         if not is_command(folder / run_folder.EXPERIMENT):
 
             def newest(load: str) -> int | None:
-                with suppress(ClusterError):  # of a node that is not up: the ranks will tell
-                    return saved_in(NodeClient.of(hosts), load).newest
+                with suppress(ClusterError):
+                    client = NodeClient.of(hosts)
+                    if set(client.running()) >= set(hosts.cluster.slots):  # else the ranks will tell
+                        return saved_in(client, load).newest
                 return None
 
             found = continuation(folder, arguments.set, arguments.confirm, newest=newest)

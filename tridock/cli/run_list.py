@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tridock.cli.options import Arguments, Commands, Parser, add_command, says_yes
 from tridock.cli.output import print_json, print_tables, problem_documents, report_failure, say
 from tridock.contracts.run_state import RunState
-from tridock.errors import ClusterError, Problem, RequestError, count, printable
+from tridock.errors import ClusterError, Problem, RequestError, TridockError, count, printable
 
 if TYPE_CHECKING:
     from tridock.contracts.node_answers import RunInfo
@@ -156,14 +156,18 @@ def _remove_asked(arguments: Arguments, runs: Sequence[RunInfo], remove: Remove)
     is_dry, size = getattr(arguments, "dry_run", False), sum(run.disk_bytes or 0 for run in runs)
     what = f"{count(len(runs), 'run')}, {gib(size)}"
     if arguments.json:
-        if not (arguments.yes or is_dry):
+        if runs and not (arguments.yes or is_dry):
             raise RequestError(Problem("--yes", "is missing, and --json asks nobody", what, "give it, or --dry-run"))
-        kept, failure = () if is_dry else remove(runs), None
+        removed: list[str] | None = [run.run_id for run in runs]
+        failure: TridockError | None = None
         try:
+            kept = remove(runs) if runs and not is_dry else ()
+            removed = [run.run_id for run in runs if run.run_id not in kept]
             refuse_kept(kept)
         except RequestError as error:
             failure = error
-        removed = [run.run_id for run in runs if run.run_id not in kept]
+        except ClusterError as error:  # some may be gone
+            removed, failure = None, error
         print_json(removed=removed, dry_run=is_dry, problems=problem_documents(failure))
         return report_failure(failure)
     if not runs:

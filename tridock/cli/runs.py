@@ -231,8 +231,8 @@ def _triage(arguments: Arguments) -> int:
     if arguments.json:
         shown = None if isinstance(found, str) else found.document
         print_json(triage=shown, problems=problem_documents(failure))
-    else:
-        say(str(found))
+        return failure.exit_code if shown is None and failure is not None else 0
+    say(str(found))
     return 0
 
 

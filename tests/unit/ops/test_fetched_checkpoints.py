@@ -116,6 +116,17 @@ def test_what_is_here_with_its_hash_is_not_fetched_again(nodes: Lab, capsys: pyt
     assert (checkpoint / "rank-0.pt").stat().st_ino == inodes["rank-0.pt"]
 
 
+def test_a_replicas_file_counts_whichever_replica_another_node_lists(nodes: Lab) -> None:
+    """Of Megatron v1.1.5 the replicas' files of one name differ, and a node lists that of one of them."""
+    place = f"runs/{RUN}/checkpoints/iter_0000002"
+    manifest = read_manifest(nodes.workspace("node-1") / place)
+    assert isinstance(manifest, Manifest)
+    listed = Manifest(manifest.here, {"rank-1.pt": Entry(7, "of a replica that is away")})
+    write(nodes, "node-1", f"{place}/files.json", listed.to_bytes())
+    assert bring(nodes) == 2
+    assert is_complete(nodes.project / "runs" / RUN / "checkpoints/iter_0000002")
+
+
 def test_a_checkpoint_that_is_not_whole_or_not_there(nodes: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     for asked, got in ((3, "--iteration 3"), (7, "--iteration 7")):
         with pytest.raises(RequestError) as caught:

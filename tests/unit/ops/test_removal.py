@@ -148,6 +148,8 @@ def test_scripts_read_what_is_removed(runs: Path, capsys: pytest.CaptureFixture[
     said = {"version": 1, "removed": names, "dry_run": True, "problems": []}
     assert main(["runs", "--json", "prune", "--here", "--keep", "0", "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out) == said
+    assert main(["runs", "prune", "--here", "--older-than", "99999", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {**said, "removed": [], "dry_run": False}
     assert main(["runs", "prune", "--here", "--keep", "0", "--json"]) == 2
     (refused,) = json.loads(capsys.readouterr().out)["problems"]
     assert refused["message"].startswith("--yes: is missing, and --json asks nobody; got 3 runs, ")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Final, TypeVar
 
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.codec import FormError, decode
 from tridock.contracts.node_answers import USAGE
-from tridock.errors import ClusterError, Problem
+from tridock.errors import ClusterError, Problem, cut
 from tridock.ops.hosts.facts import States, ask_states, read_states
 from tridock.ops.hosts.hosts import Hosts
 from tridock.progress import bars
@@ -108,7 +109,13 @@ def everywhere(client: NodeClient) -> NodeClient:
         begin("look at the other hosts of the hostfile", None)
         outcomes = ask_states(others)
     states = {node: outcome.value for node, outcome in outcomes.items() if outcome.value is not None}
-    ours.silent.update(others.keys() - states.keys())
+    if (silent := others.keys() - states.keys()) and not ours.quiet:
+        names = cut(", ".join(sorted(silent)), 200)
+        print(
+            f"note: what these hosts have of runs is not known, they do not let this command in: {names}",
+            file=sys.stderr,
+        )
+    ours.silent.update(silent)
     hosts = {node: ours.get(node) or every[node] for node in every if node in client.states or node in states}
     return NodeClient(Hosts(cluster, hosts, quiet=ours.quiet), {**client.states, **states})
 

@@ -47,11 +47,14 @@ def newest_copy(
     try:
         try:
             run = choose_run(client, run_id, active=False)
-        except RequestError:
+        except RequestError as unknown:
             if run_id is None:
                 raise
             client = everywhere(client)
-            run = choose_run(client, run_id, active=False)
+            try:
+                run = choose_run(client, run_id, active=False)
+            except ClusterError:
+                raise unknown from None
     except TridockError as error:
         if run_id is not None and (home / run_id).is_dir():
             return home / run_id

@@ -26,18 +26,24 @@ _PACK_LISTS: Final = f'cd "$1" 2>/dev/null || exit 0; set -- */{MANIFEST}; [ -e 
 
 class Checkpoint:
     """What the nodes that are up have of a checkpoint; ``parts`` are their manifests, the one that takes precedence
-    first."""
+    first, and those of the nodes ``outside`` after all others."""
 
-    def __init__(self, iteration: int, name: str, parts: Mapping[str, Manifest]) -> None:
+    def __init__(self, iteration: int, name: str, parts: Mapping[str, Manifest], outside: Collection[str] = ()) -> None:
         self.iteration, self.name = iteration, name
         self.ill: Illness | None = next((it.ill for it in parts.values() if it.ill is not None), None)
         self.entries: dict[str, Entry] = {}
         self.nodes: dict[str, list[str]] = defaultdict(list)
         """By file, the nodes that have it."""
+        own = [part for node, part in parts.items() if node not in outside]
+        # Replicas' files differ by node: what a node has counts before what another one lists of it. On a node that was
+        # away meanwhile, another save of the same iteration has other hashes.
+        lists = [*(it.here for it in own), *(it.elsewhere for it in own)]
+        lists += [them for node in parts if node in outside for them in (parts[node].here, parts[node].elsewhere)]
+        for file, entry in (pair for them in lists for pair in them.items()):
+            self.entries.setdefault(file, entry)
         for node, part in parts.items():
-            # Another save of the same iteration, on a node that was away meanwhile, has other hashes.
-            for file, entry in (*part.here.items(), *part.elsewhere.items()):
-                if self.entries.setdefault(file, entry) == entry and file in part.here:
+            for file, entry in part.here.items():
+                if self.entries[file] == entry:
                     self.nodes[file].append(node)
         self.lacking = sorted(self.entries.keys() - self.nodes.keys())
         """The files that only other nodes have."""
@@ -90,7 +96,7 @@ class SavedCheckpoints:
             for iteration, path in saved_in(folder / "lists" / node).items():
                 if isinstance(manifest := read_manifest(path), Manifest):
                     names[iteration], parts[iteration][node] = path.name, manifest
-        return cls(client, name, place, (Checkpoint(it, names[it], parts[it]) for it in sorted(parts)))
+        return cls(client, name, place, (Checkpoint(it, names[it], parts[it], optional) for it in sorted(parts)))
 
     @property
     def whole(self) -> list[int]:

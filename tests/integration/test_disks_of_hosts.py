@@ -68,15 +68,15 @@ def test_the_readmes_launch_saves_goes_on_in_another_layout_and_is_exported(rack
     assert done.returncode == 2
     assert "train.load: is neither here nor on host-a, host-b; got nowhere" in done.stderr
     # A host alone gets the other one's stage before its rank starts.
-    changes = ("train.train_iters=6", "optimizer.lr_decay_iters=4", "parallel.pipeline_model_parallel_size=1")
-    options = [f"--set={it}" for it in changes]
+    options = ["--set=train.train_iters=6", "--set=optimizer.lr_decay_iters=4"]
     done = rack.fab("resume", "--include", "host-b", "--run", run_id, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of other nodes are needed" not in done.stdout
     assert re.search(f"^runs/{run_id}/checkpoints: iteration 4: \\d+ files, .* of other nodes than", done.stderr, re.M)
     print(f"on one host: {done.stderr}")
     # In another layout each host lacks the other's stage, and gets it from there.
-    done = rack.fab("resume", "--run", run_id, *options, "--set=parallel.tensor_model_parallel_size=2")
+    layout = ("--set=parallel.pipeline_model_parallel_size=1", "--set=parallel.tensor_model_parallel_size=2")
+    done = rack.fab("resume", "--run", run_id, *options, *layout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after iteration 4 of 6 at the latest" in done.stdout
     (needed,) = (line for line in done.stdout.splitlines() if "of other nodes are needed" in line)
@@ -130,12 +130,13 @@ def test_a_run_goes_on_where_none_of_its_files_are(rack_up: Up) -> None:
 
 
 @pytest.mark.full  # tests/distributed/test_local_disks.py: the copies; tests/unit/ops/test_resume.py: without events
-def test_a_run_that_lost_its_head_goes_on_from_the_copies(rack_up: Up) -> None:
+def test_the_readmes_launch_continues_without_its_head_from_the_copies(rack_up: Up) -> None:
+    """Its two pipeline stages become one."""
     rack = rack_up.rack
-    done = rack.fab("launch", *tiny(**COPIED, train__train_iters=4), "--run-id-file", "headless")
+    done = rack.fab("launch", "--set=train.train_iters=20", "--run-id-file", "headless")
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = run_id_of(rack.project / "headless")
-    resume = ("resume", "--run", run_id, "--set=train.train_iters=6", "--set=optimizer.lr_decay_iters=4")
+    resume = ("resume", "--run", run_id, "--set=train.train_iters=25", "--set=optimizer.lr_decay_iters=20")
     succeed("docker", "pause", rack["host-a"].container)
     try:
         lost = rack.fab(*resume)
@@ -146,7 +147,9 @@ def test_a_run_that_lost_its_head_goes_on_from_the_copies(rack_up: Up) -> None:
     finally:
         succeed("docker", "unpause", rack["host-a"].container)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "continues after iteration 4 of 6 at the latest, with learning rate " in done.stdout
+    assert "\n  TP1 PP1 DP1 on host-b: the layout that it had needs other slots\n" in done.stdout
+    assert "\n  continues after iteration 20 of 25 at the latest, with learning rate " in done.stdout
+    assert "iteration 25/25 | " in done.stdout
 
 
 LONG = {
@@ -191,6 +194,28 @@ def calm(rack_up: Up) -> dict[int, float]:
     done = rack.fab("launch", *tiny(**{**LONG, **fields}), "--run-id-file", "calm")
     assert done.returncode == 0, done.stdout + done.stderr
     return Run(rack, f"{RUNS}/{run_id_of(rack.project / 'calm')}").losses()
+
+
+ENGINES = {
+    "zero-3": {"parallel": "{strategy: zero, zero_stage: 3}"},
+    "megatron-core": {"engine": "megatron-core", "parallel": "{pipeline_model_parallel_size: 2}"},
+}
+
+
+@pytest.mark.full  # tests/distributed/test_restart.py: a killed rank of every engine; test_run.py: on hosts
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_rank_changes_no_loss(rack_up: Up, engine: str) -> None:
+    rack, fields = rack_up.rack, {**ENGINES[engine], "train__train_iters": 400}
+    calm = launched(rack, CLUSTER, f"calm-{engine}", fields)
+    wait_until(lambda: bool(calm.events("run_finished")), "the run has ended", WORK_S)
+    run = launched(rack, CLUSTER, f"killed-{engine}", fields)
+    wait_until(lambda: bool(run.events("checkpoint_saved")), "a checkpoint is complete", WORK_S)
+    rack.node("host-b", "pkill", "-KILL", "-f", "tridock.train")
+    wait_until(lambda: bool(run.events("run_finished", "not_restarted")), "the run has ended", WORK_S)
+    (restarted,) = run.events("run_restarted")
+    assert restarted["reason"].startswith("rank 1 on host-b was ended by SIGKILL")
+    assert restarted["iteration"] >= 10
+    assert run.losses() == calm.losses()
 
 
 def lose_host_b(
@@ -296,11 +321,11 @@ def test_the_readmes_launch_survives_a_killed_rank_and_a_lost_host(rack_up: Up) 
     wait_until(lambda: bool(run.events("checkpoint_copied")), "a checkpoint is copied")
     rack.node("host-b", "pkill", "-KILL", "-f", "tridock.train")
 
-    def copied_again() -> bool:
+    def saved_again() -> bool:
         names = [event["event"] for event in run.events("run_restarted", "checkpoint_copied")]
         return "run_restarted" in names and names[-1] == "checkpoint_copied"
 
-    wait_until(copied_again, "it goes on after the rank", WORK_S)
+    wait_until(saved_again, "the run saves again after its restart", WORK_S)
     rack["host-b"].sh(f"docker kill tridock-{CLUSTER}")
     wait_until(lambda: bool(run.events("run_finished", "not_restarted")), "the run has ended", WORK_S)
     killed, lost = run.events("run_restarted")

@@ -48,7 +48,7 @@ def _resume(arguments: Arguments) -> int:
     from tridock.ops.hosts.client import NodeClient
     from tridock.ops.runs.checkpoint_to_load import saved_in
     from tridock.ops.runs.prepare import prepare_on
-    from tridock.ops.runs.resume import continuation, folder_on
+    from tridock.ops.runs.resume import continuation, folder_on, on_slots
 
     named = arguments.named_run
     if arguments.hosts is None and named is not None:
@@ -75,9 +75,10 @@ def _resume(arguments: Arguments) -> int:
             found = continuation(folder, arguments.set, arguments.confirm, newest=newest)
     if is_command(folder / run_folder.EXPERIMENT):
         return _resume_program(arguments, hosts, folder)
-    prepared = prepare_on(hosts.cluster, found.config, found.overrides, force=arguments.force)
+    cluster, found = on_slots(hosts.cluster, found, arguments.set, force=arguments.force)
+    prepared = prepare_on(cluster, found.config, found.overrides, force=arguments.force)
     say(str(found))
-    return start(arguments, hosts, prepared)
+    return start(arguments, hosts.within(cluster), prepared)
 
 
 @contextmanager

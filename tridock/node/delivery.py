@@ -64,7 +64,7 @@ _TODO = "try again; or continue from another checkpoint"
 
 def _refuse_another_save(folder: Path, wanted: Delivery) -> None:
     if not isinstance(own := read_manifest(folder), Problem):
-        what, todo = "is of another save of this iteration", "continue from another checkpoint"
+        what, todo = "belongs to a different save of this iteration", "continue from another checkpoint"
         RunError.raise_for(
             Problem(str(folder / name), what, f"sha256 {own.here[name].sha256[:12]}… is listed", todo)
             for name, entry in wanted.files.items()

@@ -7,12 +7,24 @@ the run is unchanged.
 import math
 from collections.abc import Iterator
 
+from tridock.engines import program_of
 from tridock.experiment import Experiment
 from tridock.layout.plan import Slots, size_of_world, slots_per_node
 from tridock.layout.split import size_of_replica
 from tridock.plan.assess import Assessment, assess
 from tridock.plan.assumptions import Assumptions
 from tridock.plan.search import layouts
+
+
+def continuing_layout(
+    experiment: Experiment, slots: Slots, source: str, assumptions: Assumptions, *, force: bool = False
+) -> Assessment | None:
+    """Returns as :func:`fewer_replicas` does; if not even one fits, and the program's checkpoints load on any layout,
+    as :func:`other_layout` does."""
+    found = fewer_replicas(experiment, slots, source, assumptions, force=force)
+    if found is None and program_of(experiment).checkpoints_load_on == "any layout":
+        return other_layout(experiment, slots, source, assumptions, force=force)
+    return found
 
 
 def fewer_replicas(

@@ -201,7 +201,7 @@ def test_another_save_of_the_same_iteration_is_left_alone(lab: Lab, run: NodeCli
     (lab.workspace("node-1") / PLACE / "files.json").write_bytes(part.to_bytes())
     assert not bring(run)
     done = receive(lab, here["a.pt"])
-    assert (done.returncode, "a.pt: is of another save of this iteration; got " in done.stderr) == (4, True)
+    assert (done.returncode, "a.pt: belongs to a different save of this iteration; got " in done.stderr) == (4, True)
 
 
 def test_a_node_that_is_not_the_runs_and_cannot_tell_is_left_out_with_a_warning(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.experiments import with_fields
+from tests.unit.ops.test_replan import V115
 from tridock.cli import main
 from tridock.cli.resume import _or_without
 from tridock.cluster.settings import load_cluster
@@ -20,7 +21,8 @@ from tridock.launchers.run import make_bundle
 from tridock.launchers.ssh import Ssh
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs.prepared import prepare_command
-from tridock.ops.runs.resume import continuation, nodes_of_program
+from tridock.ops.runs.resume import continuation, nodes_of_program, on_slots
+from tridock.plan import assess
 
 BASE: dict[str, Any] = {
     "name": "t",
@@ -119,6 +121,49 @@ def test_what_cannot_be_continued(tmp_path: Path) -> None:
     assert refused(run) == (
         f"{run}: is a run of your own program on a cluster; give --hosts: it continues there, in its folder"
     )
+
+
+CORE = {"engine": "megatron-core", "model.num_layers": 4, "parallel": {"pipeline_model_parallel_size": 2}}
+NEEDS = ": the layout that it had needs other slots"
+
+
+@pytest.mark.parametrize(
+    ("fields", "slots", "changes", "note"),
+    [
+        (CORE, "a slots=1", [], f"TP1 PP1 DP1 on a{NEEDS}"),
+        (CORE, "a slots=1\nb slots=1\nc slots=1", [], f"TP1 PP2 DP1 on a, b{NEEDS}"),
+        (CORE, "a slots=2", [], ""),
+        (CORE, "a slots=1", ["parallel.pipeline_model_parallel_size=2"], ""),
+        (CORE, "a slots=1", ["parallel={tensor_model_parallel_size: 2}"], ""),
+        # Sharded over ranks, not layouts.
+        ({"batch.global_batch_size": 8}, "a slots=3", [], f"TP1 PP1 DP2 on a{NEEDS}"),
+        # What is wrong is the change.
+        (CORE, "a slots=2", ["batch.global_batch_size=3"], ""),
+        (CORE, "a slots=1", ["batch.global_batch_size=3"], ""),
+    ],
+)  # fmt: skip
+def test_on_slots_that_its_layout_does_not_allow_it_has_another(
+    tmp_path: Path, fields: dict[str, Any], slots: str, changes: list[str], note: str
+) -> None:
+    run = a_run(tmp_path, [20], **fields)
+    (tmp_path / "lab").write_text(f"{slots}\n")
+    cluster = load_cluster(tmp_path / "lab")
+    found = continuation(run, changes, lambda *_: None)
+    taken, continued = on_slots(cluster, found, changes)
+    if not note:
+        assert (taken, continued) == (cluster, found)
+        return
+    assert continued.notes == (note, *found.notes)
+    plan = assess(load_experiment(continued.config, continued.overrides), taken.slots, "t").checked()
+    assert str(plan.layout) in note
+    assert list(taken.slots) == note.partition(":")[0].partition(" on ")[2].split(", ")
+
+
+def test_megatron_v115_resumes_on_no_other_layout(tmp_path: Path) -> None:
+    run = a_run(tmp_path, [20], **V115, **{"parallel.pipeline_model_parallel_size": 2})
+    (tmp_path / "lab").write_text("a slots=1\n")
+    cluster, found = load_cluster(tmp_path / "lab"), continuation(run, [], lambda *_: None)
+    assert on_slots(cluster, found, []) == (cluster, found)
 
 
 def test_a_program_continues_on_the_nodes_that_have_its_files(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ class Hosts(Mapping[str, Host]):
         chosen = set(nodes)
         return Hosts(self.cluster, {it: host for it, host in self.items() if it in chosen}, quiet=self.quiet)
 
+    def within(self, cluster: Cluster) -> Hosts:
+        """Returns those of ``cluster``, which is this one with fewer slots, over the same connections."""
+        hosts = Hosts(cluster, self.only(cluster.everywhere), quiet=self.quiet)
+        hosts.silent.update(self.silent)
+        return hosts
+
     def each(self, action: Callable[[str, Host], T], only: Iterable[str] | None = None) -> dict[str, T]:
         """Runs an action on every host at once, under the cluster's cap; all failures in one error."""
         return raise_failures(self.try_each(action, only))

@@ -17,7 +17,7 @@ from tridock.launchers import LAUNCHERS
 from tridock.launchers.run import RunBundle, make_bundle
 from tridock.ops.runs.prepare import prepared_from
 from tridock.plan import Assessment, Assumptions, assess
-from tridock.plan.node_loss import fewer_replicas, other_layout
+from tridock.plan.node_loss import continuing_layout
 
 Slots = dict[str, tuple[int, ...]]
 
@@ -145,10 +145,7 @@ def _with_spares(
 def _with_fewer(run: RecordedRun, after: Slots, lost: Sequence[str], from_scratch: bool) -> Assessment:
     """Returns the layout on the remaining nodes. Raises :class:`RequestError`."""
     experiment, where = run.experiment, run.folder.name
-    given = (experiment, after, where, run.assumptions)
-    found = fewer_replicas(*given, force=run.force)
-    if found is None and program_of(experiment).checkpoints_load_on == "any layout":
-        found = other_layout(*given, force=run.force)
+    found = continuing_layout(experiment, after, where, run.assumptions, force=run.force)
     slots = sum(map(len, after.values()))
     here = f"{slots} slot{'s' * (slots != 1)} on {_named(after)}"
     if found is None:

@@ -33,7 +33,7 @@ def start(
     cluster does not fit.
     """
     cluster = on_its_slots(hosts.cluster, run, chosen=chosen, force=force)
-    hosts = Hosts(cluster, {node: hosts[node] for node in cluster.everywhere}, quiet=hosts.quiet)
+    hosts = hosts.within(cluster)
     if is_command(run / EXPERIMENT):
         gate, code = Gate(read_original(run, losses=False), tell, force), code_of_run(run)
         program = prepare_command(load_command(run / EXPERIMENT), code, hosts.cluster.slots, Ssh())

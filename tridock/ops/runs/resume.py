@@ -2,14 +2,17 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tridock.cluster.settings import Cluster
 from tridock.contracts.events import Event, events_of
-from tridock.contracts.records import check_run
+from tridock.contracts.records import check_run, slots_of
 from tridock.contracts.run_folder import CHECKPOINTS, CODE_COPY, EXPERIMENT, SUPERVISION, read_text
 from tridock.contracts.supervision import Supervision
 from tridock.differences import flattened
+from tridock.engines import program_of
+from tridock.engines.fields import as_overrides
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, is_command, load_experiment, recorded_experiment
 from tridock.experiment.training import learning_rate, training_fields
@@ -17,7 +20,10 @@ from tridock.ops.hosts.client import NodeClient
 from tridock.ops.hosts.hosts import Hosts
 from tridock.ops.runs.cluster_runs import Run, list_runs
 from tridock.ops.runs.fetch import newest_copy
+from tridock.ops.runs.prepare import assumptions_for
 from tridock.ops.runs.recorded_run import Confirm, confirm_run
+from tridock.plan import assess
+from tridock.plan.node_loss import continuing_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,30 @@ def continuation(
     RequestError.raise_for([*_iterations(run, now, at), *_schedule(before, now, changes)])
     where = [f"continues from what is in {load}"] if at is None else _position(now, at)
     return Continuation(config, overrides, (*_changed(before, now), *where))
+
+
+def on_slots(
+    cluster: Cluster, found: Continuation, changes: Sequence[str], *, force: bool = False
+) -> tuple[Cluster, Continuation]:
+    """Returns how a run continues on slots that its layout does not allow, as it would after a node loss: with fewer
+    replicas or, where its checkpoints load on any layout, in another one; and the cluster with the slots that it takes.
+
+    Returns both as they are if its layout runs there, if a change names a layout, or if no other one can continue it.
+    """
+    before, now = recorded_experiment(found.config.parent), load_experiment(found.config, found.overrides)
+    is_chosen = any(it.startswith(("parallel=", "parallel.")) for it in changes)
+    is_fixed = is_chosen or program_of(before).checkpoints_load_on == "same layout"
+    if is_fixed or not assess(before, cluster.slots, str(found.config)).problems:
+        return cluster, found
+    other = continuing_layout(now, cluster.slots, str(found.config), assumptions_for(cluster), force=force)
+    if other is None:
+        return cluster, found
+    own, plan = dict(now.parallel), other.laid_out
+    fields = {f"parallel.{name}": value for name, value in other.experiment.parallel if own[name] != value}
+    slots = slots_of(plan.document())
+    note = f"{plan.layout} on {', '.join(slots)}: the layout that it had needs other slots"
+    overrides, notes = (*found.overrides, *as_overrides(fields)), (note, *found.notes)
+    return replace(cluster, slots=slots), replace(found, overrides=overrides, notes=notes)
 
 
 def nodes_of_program(hosts: Hosts, run: Path) -> Supervision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -75,8 +76,14 @@ def test_a_pipeline_from_transformers_weights(demo: Path, tensor: int) -> None:
         *("--set", "train.sample_prompts=['def ']", "--set", "train.eval_interval=100"),
     ]
     before = set(demo.glob("runs/*"))
-    with Rehearsal(demo, str(ROOT / "configs/demo-3d.yaml"), *arguments) as rehearsal:
+    with Rehearsal(demo, str(ROOT / "configs/demo-3d.yaml"), *arguments, "--json") as rehearsal:
         output, run = rehearsal.end()
+    output, _, text = output.partition("\n{\n")
+    found = json.loads(f"{{{text}")
+    assert (found["trained"]["run"], len(found["trained"]["losses"])) == (str(run), 24)
+    assert (found["repeated"]["differing"], found["lost"]["rank"]) == ([], 2 * tensor - 1)
+    assert found["shrunk"]["model.num_layers"] == "16 to 4"
+    assert "def " in found["sampled"]
     assert f"real sizes  can run · TP{tensor} PP2 DP1 · {2 * tensor} ranks" in output
     assert f"trained     TP{tensor} PP2 DP1 on {2 * tensor} ranks, 24 iterations" in output
     assert "equal to the last bit" in output

@@ -297,6 +297,8 @@ def test_fetch_brings_every_nodes_part_and_the_heads_word_counts(lab: Lab, run: 
     assert files_of(lab.folder / "runs") == {f"{RUN}/{name}": content for name, content in TOGETHER.items()}
     assert [path.name for path in (lab.folder / "runs").iterdir()] == [RUN]
     assert run.stat().st_mode & 0o777 == 0o755
+    done = lab.fab("fetch", "--json")
+    assert (json.loads(done.stdout), done.stderr) == ({"version": 1, "run_id": RUN, "folder": f"runs/{RUN}"}, "")
 
 
 def test_fetch_again_adds_checkpoints_and_replaces_each_file_in_one_go(lab: Lab, run: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rich.markup import escape
 from rich.table import Column, Table
 
-from tridock.cli.output import print_tables, redraw_tables, say
+from tridock.cli.output import all_to_stderr, print_json, print_tables, redraw_tables, say
 from tridock.contracts.node_answers import Evidence
 from tridock.errors import Problem
 from tridock.ops.runs.triage import RunFailedError, failure_text
@@ -55,6 +55,16 @@ def test_what_a_node_says_does_not_reach_the_terminal_as_commands(capsys: pytest
     facts = facts_of({"a": Evidence(events=json.dumps(event), launcher=CONTROL)}, "a", 1)
     shown = str(RunFailedError(Problem("run", "the run failed", failure_text(facts), CONTROL), facts))
     assert not re.search(r"[^\n -~…]", shown), shown
+
+
+def test_only_the_object_is_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    with all_to_stderr(when=True):
+        say("progress")
+        subprocess.run(["echo", "of a program"], check=True)
+    print_json(runs=[])
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"version": 1, "runs": []}
+    assert err.splitlines() == ["progress", "of a program"]
 
 
 def test_a_narrow_terminal_wraps_texts_and_breaks_no_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from tridock.bench.cells import Bench, Measured, scaling
+from tridock.contracts.codec import JSON_VERSION
 from tridock.contracts.run_folder import write_atomic
 from tridock.report.drawing import Bars, as_png, draw_bars
 from tridock.report.theme import SERIES
@@ -96,7 +97,7 @@ def document(measured: Sequence[Measured], bench: Bench) -> dict[str, Any]:
         figures = {"median_s", "tokens_per_second", "spread", "overhead", "overhead_error"}
         own = {name: getattr(one, name) for name in sorted(figures)}
         cells.append({**asdict(one), **own, "scaling": scaling(one, measured)})
-    return {"versions": versions(), "bench": bench.model_dump(), "cells": cells}
+    return {"version": JSON_VERSION, "versions": versions(), "bench": bench.model_dump(), "cells": cells}
 
 
 def record(measured: Sequence[Measured], bench: Bench, folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tridock.cli.options import Arguments, Commands, Parser, add_command, run_id_file
-from tridock.cli.output import console, say
+from tridock.cli.output import console, print_json, say
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import EXIT_INTERRUPTED, TridockError, count
 
@@ -62,6 +62,7 @@ def add(commands: Commands) -> None:
     parser.add_cluster()
     parser.add_run()
     parser.add_flag("--checkpoints", "fetch the checkpoints too, each brought together from the nodes")
+    parser.add_flag("--json", "print the run and its folder here as JSON")
     parser.add_quiet()
 
 
@@ -269,9 +270,14 @@ def _fetch(arguments: Arguments) -> int:
     from tridock.ops.runs.cluster_runs import choose_run
     from tridock.ops.runs.fetch import fetch
 
+    arguments.quiet = arguments.quiet or arguments.json
     client = arguments.open_client()
     run = choose_run(client, arguments.named_run, active=False)
-    say(str(fetch(client, run, Path("runs"), checkpoints=arguments.checkpoints)))
+    folder = fetch(client, run, Path("runs"), checkpoints=arguments.checkpoints)
+    if arguments.json:
+        print_json(run_id=run.run_id, folder=str(folder))
+    else:
+        say(str(folder))
     return 0
 
 

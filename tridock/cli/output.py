@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, Final
 
 from tridock.contracts.codec import JSON_VERSION, as_json
@@ -31,6 +33,24 @@ def print_json(**fields: Any) -> None:
         say(as_json(document))
     except ValueError:  # the loss of a run that diverged
         say(as_json(json.loads(json.dumps(document), parse_constant=lambda _: None)))
+
+
+@contextmanager
+def all_to_stderr(*, when: bool) -> Iterator[None]:
+    """Has standard error take what is printed meanwhile, also by programs that are started: the one thing on standard
+    output is then the JSON object that follows."""
+    if not when:
+        yield
+        return
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def problem_documents(failure: TridockError | None) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tridock.cli.options import Arguments, Commands, add_command
-from tridock.cli.output import say
+from tridock.cli.output import all_to_stderr, print_json, say
 from tridock.cli.plan import add_hardware, calibrated, print_program, slots_named, unused_slots
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError, count
@@ -46,6 +46,7 @@ def add(commands: Commands) -> None:
     add_hardware(parser)
     parser.add_set()
     parser.add_flag("--force", "rehearse even if the plan does not fit in GPU memory")
+    parser.add_flag("--json", "print what was rehearsed, and what was not, as JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,17 @@ class _Rehearsal:
     slots: Mapping[str, Sequence[int]] | None
     scratch: Path
     lines: list[str] = field(default_factory=list)
+    document: dict[str, object] = field(default_factory=dict)
+    """The same as a JSON object."""
 
-    def say(self, what: str, text: str) -> None:
+    def say(self, what: str, text: str, **figures: object) -> None:
+        """Prints a line; ``figures`` are what it tells in the JSON object, by default its text."""
+        self.document[what.replace(" ", "_")] = figures or text
         self.lines.append(f"{what:<12}{text}")
         say(self.lines[-1])
 
     def list(self, title: str, items: Mapping[str, str]) -> None:
+        self.document[title.replace(" ", "_")] = dict(items)
         width = 2 + max(map(len, items), default=0)
         for line in ("", f"{title}:", *(f"  {name:<{width}}{text}" for name, text in items.items())):
             self.lines.append(line)
@@ -74,9 +80,23 @@ def _rehearse(arguments: Arguments) -> int:
     """Try an experiment before you pay for GPUs: the same engine, strategy, layout, precision, data, tokenizer,
     trackers and command, with small sizes on this machine's CPUs. The run saves, loses a rank, resumes with equal
     losses, is exported and sampled. Prints what was rehearsed, what was not and why, and the plan of the real sizes."""
+    began = time.monotonic()
+    with all_to_stderr(when=arguments.json):
+        rehearsal, run = _rehearsed(arguments)
+        rehearsal.list("left on disk", {str(run): f"the run, with these lines in {_REPORT}"})
+        seconds = time.monotonic() - began
+        rehearsal.say("rehearsed", f"in {seconds:.0f} s", seconds=seconds)
+    if arguments.json:
+        print_json(**rehearsal.document)
+    write_atomic(run / _REPORT, ("\n".join(rehearsal.lines) + "\n").encode())
+    return 0
+
+
+def _rehearsed(arguments: Arguments) -> tuple[_Rehearsal, Path]:
+    """Rehearses the experiment; returns what came of it, and the folder of the run that is left."""
     from tridock.experiment import is_command
 
-    config, began = arguments.required_config, time.monotonic()
+    config = arguments.required_config
     has_slots = arguments.nodes is not None or arguments.found_hostfile is not None
     RequestError.raise_for(unused_slots(arguments, has_hostfile=arguments.nodes is None and has_slots))
     os.environ["DS_ACCELERATOR"] = "cpu"  # of this process, and so of the ranks
@@ -85,13 +105,9 @@ def _rehearse(arguments: Arguments) -> int:
         with tempfile.TemporaryDirectory(prefix="tridock-rehearsal-") as scratch:
             cluster, slots = slots_named(arguments) if has_slots else (None, None)
             rehearsal = _Rehearsal(arguments, config, cluster, slots, Path(scratch))
-            run = (_program if is_command(config) else _experiment)(rehearsal)
+            return rehearsal, (_program if is_command(config) else _experiment)(rehearsal)
     finally:
         signal.signal(signal.SIGTERM, previous)
-    rehearsal.list("left on disk", {str(run): f"the run, with these lines in {_REPORT}"})
-    rehearsal.say("rehearsed", f"in {time.monotonic() - began:.0f} s")
-    write_atomic(run / _REPORT, ("\n".join(rehearsal.lines) + "\n").encode())
-    return 0
 
 
 def _experiment(rehearsal: _Rehearsal) -> Path:
@@ -125,7 +141,8 @@ def _experiment(rehearsal: _Rehearsal) -> Path:
     lost = rehearse_experiment(path, small.ranks, Path())
     losses = [it["loss"] for it in read_metrics(lost.folder)[0]]
     ranks = f"{read_plan(lost.folder)['layout']} on {count(small.ranks, 'rank')}"
-    rehearsal.say("trained", f"{ranks}, {len(losses)} iterations, loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    text = f"{ranks}, {len(losses)} iterations, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    rehearsal.say("trained", text, run=str(lost.folder), ranks=small.ranks, losses=losses)
     _say_lost(rehearsal, lost)
     kept = {path: value for path, value in small.kept.items() if not (reasons and path in _FILES)}
     reasons |= small.omitted | use_weights(
@@ -158,10 +175,12 @@ def _with_data_here(config: Path, experiment: Experiment, folder: Path) -> tuple
 
 def _say_lost(rehearsal: _Rehearsal, lost: Lost) -> None:
     again, repeated = f"restarted from iteration {lost.restarted_from}", list(lost.repeated)
-    rehearsal.say("lost", f"rank {lost.rank}, killed after iteration {lost.after}; {again}")
+    figures = {"rank": lost.rank, "after": lost.after, "restarted_from": lost.restarted_from}
+    rehearsal.say("lost", f"rank {lost.rank}, killed after iteration {lost.after}; {again}", **figures)
     if repeated:
         same = "equal to the last bit" if not lost.differing else f"other losses at {lost.differing}"
-        rehearsal.say("repeated", f"iterations {repeated[0]} to {repeated[-1]}, {same}")
+        text = f"iterations {repeated[0]} to {repeated[-1]}, {same}"
+        rehearsal.say("repeated", text, iterations=repeated, differing=lost.differing)
 
 
 def _program(rehearsal: _Rehearsal) -> Path:

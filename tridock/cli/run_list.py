@@ -24,7 +24,9 @@ def add(commands: Commands) -> None:
     examples: tuple[str, ...] = ("", "--hosts hostfile --sizes", "--here --json")
     parser = add_command(commands, "runs", _runs, "list all runs, newest first", *examples)
     _add_place(parser)
-    parser.add_flag("--sizes", "show what each takes on the disks of its nodes")
+    parser.add_flag(
+        "--sizes", "show what each run's folder takes on the disks of its nodes; train.checkpoint_folder is not counted"
+    )
     parser.add_flag("--json", "print the runs as JSON")
     verbs = parser.add_subparsers(metavar="COMMAND", help="rm or prune, each with options of its own")
 

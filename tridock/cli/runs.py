@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tridock.cli.launch import follow, follow_job, reachable
 from tridock.cli.options import Arguments, Commands, add_command, output_file
-from tridock.cli.output import print_json, print_tables, problem_documents, say
+from tridock.cli.output import all_to_stderr, print_json, print_tables, problem_documents, say
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError, RunError
 
@@ -35,6 +35,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("-o", "--output", type=output_file, metavar="FILE.html", help=text)
     text = "add a Megatron log to the page; repeatable"
     parser.add_argument("--log", type=Path, action="append", default=[], metavar="FILE", help=text)
+    parser.add_flag("--json", "print the figures of the runs as JSON, and write nothing")
 
     examples = ("--run runs/demo-3d-20261122-110613-14b7", "--hosts hostfile --run demo-3d-20261122-110613-14b7")
     parser = add_command(commands, "reproduce", _reproduce, "repeat a run and compare the losses", *examples)
@@ -50,6 +51,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--tolerance", type=float, help=text)
     parser.add_flag("--force", "repeat the run even if the data, the GPUs or the number of slots have changed")
     parser.add_yes()
+    text = "print the comparison as JSON; null if the new run failed, or the run has no losses"
+    parser.add_flag("--json", text)
 
     examples = ("--hosts hostfile", "--run runs/demo-3d-20261122-110613-14b7")
     parser = add_command(commands, "triage", _triage, "explain why a run failed", *examples)
@@ -72,6 +75,8 @@ def _report(arguments: Arguments) -> int:
     """Print a table about one run and draw its loss curve, or write one HTML page about several runs and logs. Runs of
     a cluster are fetched first."""
     folders, fetched = _folders(arguments)
+    if arguments.json:
+        return _print_figures(arguments, folders)
     if fetched:
         arguments.output = arguments.output or folders[0] / run_folder.REPORT
     if arguments.output is not None:
@@ -97,6 +102,21 @@ def _report(arguments: Arguments) -> int:
     else:
         say("no losses: tridock run --metrics reads them from the program's output")
     print(f"run folder  {run}")
+    return 0
+
+
+def _print_figures(arguments: Arguments, folders: Sequence[Path]) -> int:
+    from tridock.report.subject import of_run
+
+    given = {"-o": arguments.output, "--png": arguments.png, "--log": arguments.log}
+    if unused := [option for option, value in given.items() if value]:
+        what = "does not go with these options"
+        raise RequestError(Problem("--json", what, ", ".join(unused), "leave them out; it writes no file"))
+    if not folders:
+        raise RequestError(Problem("--run", "is missing", "", "give runs/<run-id>, or a cluster with --hosts"))
+    subjects = [of_run(folder) for folder in folders]
+    figures = [summary for it in subjects if (summary := it.summary or it.program_summary) is not None]
+    print_json(runs=[{"folder": it.source, **asdict(own)} for it, own in zip(subjects, figures, strict=True)])
     return 0
 
 
@@ -139,24 +159,29 @@ def _reproduce(arguments: Arguments) -> int:
     from tridock.ops.runs.reproduce import check_tolerance, compare_with, reproduce_here
     from tridock.report.run_tables import verdict_table
 
-    run, code = arguments.named_run, 0
+    run = arguments.named_run
     check_tolerance(arguments.tolerance)
-    if arguments.against is not None:
-        if run is None:
-            raise RequestError(Problem("--run", "is missing", "", "give the folder of the first run: runs/<run-id>"))
-        outcome: Outcome | None = compare_with(Path(run), arguments.against, _print_environment, arguments.tolerance)
-    elif run is not None and arguments.hosts is None and _is_slurms_program(Path(run)):
-        outcome, code = _reproduce_under_slurm(arguments, Path(run))
-    elif run is not None and arguments.is_run_folder(run) and arguments.hosts is None:
-        options = {"tolerance": arguments.tolerance, "force": arguments.force}
-        outcome, code = reproduce_here(Path(run), arguments.workspace, _print_environment, arguments.confirm, **options)
-    else:
-        outcome, code = _reproduce_on_cluster(arguments, run)
-    if outcome is None:
-        return code
-    print_tables(verdict_table(outcome))
-    print(f"written to  {run_folder.REPRODUCTION} in the folder of {outcome.now}")
-    return RunError.exit_code if outcome.verdict == "different" else 0
+    if arguments.against is not None and run is None:
+        raise RequestError(Problem("--run", "is missing", "", "give the folder of the first run: runs/<run-id>"))
+
+    def repeated() -> tuple[Outcome | None, int]:
+        if run is not None and arguments.against is not None:
+            return compare_with(Path(run), arguments.against, _print_environment, arguments.tolerance), 0
+        if run is not None and arguments.hosts is None and _is_slurms_program(Path(run)):
+            return _reproduce_under_slurm(arguments, Path(run))
+        if run is not None and arguments.is_run_folder(run) and arguments.hosts is None:
+            options = {"tolerance": arguments.tolerance, "force": arguments.force}
+            return reproduce_here(Path(run), arguments.workspace, _print_environment, arguments.confirm, **options)
+        return _reproduce_on_cluster(arguments, run)
+
+    with all_to_stderr(when=arguments.json):
+        outcome, code = repeated()
+    if arguments.json:
+        print_json(reproduction=None if outcome is None else outcome.document())
+    elif outcome is not None:
+        print_tables(verdict_table(outcome))
+        print(f"written to  {run_folder.REPRODUCTION} in the folder of {outcome.now}")
+    return RunError.exit_code if outcome is not None and outcome.verdict == "different" else code
 
 
 def _reproduce_on_cluster(arguments: Arguments, run: str | None) -> tuple[Outcome | None, int]:

@@ -39,9 +39,9 @@ def add(commands: Commands) -> None:
     job = "--config configs/jean-zay/7.5b.yaml --profile configs/slurm/jean-zay.yaml --nodes 4"
     sweep = "--config configs/demo.yaml --nodes 1 --sweep optimizer.lr=1e-3,3e-4"
     _add_submit_options(add_command(slurm, "render", _render, "print the sbatch script", job))
-    _add_submit_options(
-        add_command(slurm, "submit", _submit, "check and submit a job", f"{job} --account abc@v100", sweep)
-    )
+    submit = add_command(slurm, "submit", _submit, "check and submit a job", f"{job} --account abc@v100", sweep)
+    _add_submit_options(submit)
+    submit.add_flag("--json", "print the job's id and its runs as JSON")
     _add_submit_options(
         add_command(slurm, "run", _run, "start a run inside an allocation", "--config configs/demo.yaml --nodes 2")
     )
@@ -135,6 +135,10 @@ def _submit(arguments: Arguments) -> int:
     from tridock.ops.slurm.submit import submit
 
     job = submit(_submit_options_of(arguments), lambda line: print(line, file=sys.stderr))
+    if arguments.json:
+        runs = [{"run_id": folder.name, "folder": str(folder)} for folder in job.folders]
+        print_json(job=job.job_id, runs=runs)
+        return 0
     print(f"job {job.job_id}")
     for folder in job.folders:
         print(f"run {folder.name}; folder {folder}")

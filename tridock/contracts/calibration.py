@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
+from tridock.contracts.codec import JSON_VERSION
+
 SUFFIX: Final = ".calibration.json"
 """Suffix of a hostfile's name that gives its cluster's calibration file."""
 
@@ -57,3 +59,4 @@ class Calibration:
     products: tuple[Product, ...]
     attention: tuple[Attended, ...]
     sums: tuple[Summed, ...]
+    version: int = JSON_VERSION

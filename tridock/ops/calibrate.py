@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts.calibration import SUFFIX, Calibration
-from tridock.contracts.codec import decode, encode
+from tridock.contracts.codec import JSON_VERSION, decode, encode
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.client import NodeClient
@@ -58,11 +58,14 @@ def read_calibration(path: Path) -> Calibration:
     todo = "write one with tridock calibrate"
     try:
         with path.open(encoding="utf-8") as file:
-            return decode(Calibration, file.read(MOST_BYTES))
+            found = decode(Calibration, file.read(MOST_BYTES))
     except OSError as error:
         raise RequestError(Problem.of_error(path, "cannot be read", error, todo)) from None
     except (ValueError, RecursionError):
         raise RequestError(Problem(str(path), "is not a calibration", "", todo)) from None
+    if found.version != JSON_VERSION:
+        raise RequestError(Problem(str(path), "is of another version", str(found.version), todo))
+    return found
 
 
 def calibration_path(hostfile: Path) -> Path:

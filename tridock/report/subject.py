@@ -25,7 +25,14 @@ from tridock.report.markup import gib
 from tridock.report.measured_run import read_measured_run
 from tridock.report.megatron_log import MegatronLog, read_log, read_phases
 from tridock.report.plan_text import seconds
-from tridock.report.summary import Summary, rows_of, rows_of_command, summary_of
+from tridock.report.summary import (
+    ProgramSummary,
+    Summary,
+    rows_of,
+    rows_of_program,
+    summary_of,
+    summary_of_program,
+)
 
 _LOGGED: Final = (
     *("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "samples_per_second"),
@@ -57,6 +64,8 @@ class Subject:
     peak_memory: float | None = None
     """Highest peak memory of any rank in bytes."""
     summary: Summary | None = None
+    program_summary: ProgramSummary | None = None
+    """In its place, of a run of the user's own program."""
     is_log: bool = False
     phases_add_up: bool = False
     """Whether the phases of a step add up to its time. Megatron's timers contain each other."""
@@ -91,7 +100,8 @@ def of_run(folder: Path) -> Subject:
         plan_document=document,
     )
     if isinstance(experiment, CommandExperiment):
-        return replace(subject, rows=rows_of_command(folder, experiment, (iterations, evaluations), events))
+        program_summary = summary_of_program(folder, experiment, (iterations, evaluations), events)
+        return replace(subject, rows=rows_of_program(program_summary), program_summary=program_summary)
     summary = summary_of(folder, experiment, iterations, evaluations, document, events)
     phases = Columns()
     timers = program_of(experiment).prints_timers

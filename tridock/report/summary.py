@@ -55,6 +55,22 @@ class Summary:
     """Steps of an fp16 run that were skipped because the gradient overflowed."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramSummary:
+    """The figures of a run of the user's own program; None for one that is unknown."""
+
+    run_id: str
+    state: str
+    """not finished, finished, stopped, or ``failed: <reason>, exit code <code>``."""
+    nodes: int
+    ranks: int
+    command: tuple[str, ...]
+    iterations: int | None
+    first_loss: float | None
+    last_loss: float | None
+    valid_loss: float | None
+
+
 def summarize(folder: Path) -> Summary:
     """Reads a run folder. Raises :class:`RequestError` if it is not one."""
     check_run(folder)
@@ -149,22 +165,36 @@ def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
     )
 
 
-def rows_of_command(
+def summary_of_program(
     folder: Path, experiment: CommandExperiment, metrics: tuple[list[Record], Evaluations], events: list[Record]
-) -> tuple[tuple[str, str], ...]:
-    """Returns the summary of a run of the user's own program as names and values."""
+) -> ProgramSummary:
+    """Returns the figures of a run of the user's own program from the records in its folder."""
     code, (iterations, evaluations), ranks = exit_code_of(folder), metrics, read_plan(folder).get("ranks", ())
     states = {None: "not finished", 0: "finished", run_folder.EXIT_STOPPED: "stopped"}
-    losses = [record.get("loss") for record in iterations]
+    return ProgramSummary(
+        run_id=folder.absolute().name,
+        state=states.get(code) or f"{_state(events)}, exit code {code}",
+        nodes=len({rank["node"] for rank in ranks}),
+        ranks=len(ranks),
+        command=experiment.command,
+        iterations=iterations[-1]["iteration"] if iterations else None,
+        first_loss=iterations[0].get("loss") if iterations else None,
+        last_loss=iterations[-1].get("loss") if iterations else None,
+        valid_loss=evaluations["valid"][-1].get("loss") if "valid" in evaluations else None,
+    )
+
+
+def rows_of_program(summary: ProgramSummary) -> tuple[tuple[str, str], ...]:
+    """Returns the summary as names and values; an unknown value is "-"."""
     return (
-        ("state", states.get(code) or f"{_state(events)}, exit code {code}"),
-        ("nodes", str(len({rank["node"] for rank in ranks}))),
-        ("ranks", str(len(ranks))),
-        ("command", shlex.join(experiment.command)),
-        ("trained", f"{iterations[-1]['iteration']:,} iterations" if iterations else "-"),
-        ("first loss", _text(losses[0] if losses else None, ".4f")),
-        ("last loss", _text(losses[-1] if losses else None, ".4f")),
-        ("validation loss", _text(evaluations["valid"][-1].get("loss") if "valid" in evaluations else None, ".4f")),
+        ("state", summary.state),
+        ("nodes", str(summary.nodes)),
+        ("ranks", str(summary.ranks)),
+        ("command", shlex.join(summary.command)),
+        ("trained", "-" if summary.iterations is None else f"{summary.iterations:,} iterations"),
+        ("first loss", _text(summary.first_loss, ".4f")),
+        ("last loss", _text(summary.last_loss, ".4f")),
+        ("validation loss", _text(summary.valid_loss, ".4f")),
     )
 
 

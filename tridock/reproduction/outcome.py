@@ -1,6 +1,5 @@
 """Compares the losses of a repeated run with the original, iteration by iteration: the verdict."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from tridock.contracts import run_folder
+from tridock.contracts.codec import JSON_VERSION, as_json
 from tridock.differences import Difference
 from tridock.reproduction.original import Metrics, Original, read_original
 
@@ -120,7 +120,7 @@ class Outcome:
         run_folder.write_atomic(folder / run_folder.REPRODUCTION, self.to_json().encode())
 
     def to_json(self) -> str:
-        return json.dumps(self.document(), indent=2) + "\n"
+        return as_json({"version": JSON_VERSION, **self.document()}) + "\n"
 
 
 def judge(

@@ -141,6 +141,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     measured = [of(1, 0.1, 0.2, communication=0.0), Measured(Cell({"strategy": "x"}, 2, {}), "failed", "why")]
     record(measured, SMALL, tmp_path / "out")
     found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["version"] == 1
     assert [cell["state"] for cell in found["cells"]] == ["ok", "failed"]
     assert found["cells"][0]["median_s"] == pytest.approx(0.15)
     assert found["bench"]["experiment"] == "e.yaml"

@@ -81,6 +81,9 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(RequestError, match="is not a calibration; write one with tridock calibrate"):
         read_calibration(path)
+    write_calibration(replace(MEASURED, version=2), path)
+    with pytest.raises(RequestError, match="is of another version; got 2; write one with tridock calibrate"):
+        read_calibration(path)
     with pytest.raises(RequestError, match="cannot be read; got No such file or directory"):
         read_calibration(tmp_path / "none")
 

@@ -47,6 +47,21 @@ def test_without_losses_the_table_says_how_it_ended(run: Path, capsys: pytest.Ca
     assert "no losses: tridock run --metrics reads them" in printed.out + printed.err
 
 
+def test_its_figures_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.5}\n{"iteration": 2, "loss": 2.0}\n')
+    before = sorted(run.iterdir())
+    assert report(str(run), str(run), "--json") == 0
+    figures = {
+        "folder": str(run), "run_id": run.name, "state": "finished", "nodes": 2, "ranks": 2,
+        "command": ["torchrun", "train.py"], "iterations": 2, "first_loss": 2.5, "last_loss": 2.0, "valid_loss": None,
+    }  # fmt: skip
+    assert json.loads(capsys.readouterr().out) == {"version": 1, "runs": [figures, figures]}
+    assert sorted(run.iterdir()) == before
+    assert report(str(run), "--json", "-o", str(run / "page.html"), "--log", str(run / "a.log")) == 2
+    text = "--json: does not go with these options; got -o, --log; leave them out; it writes no file\n"
+    assert capsys.readouterr().err == text
+
+
 def test_it_has_a_page(run: Path) -> None:
     (run / "metrics.jsonl").write_text('{"iteration": 1, "loss": 2.5}\n{"iteration": 2, "loss": 2.0}\n')
     assert report(str(run), "-o", str(run / "page.html")) == 0

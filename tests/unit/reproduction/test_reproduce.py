@@ -126,6 +126,7 @@ def test_the_verdict_in_a_table_and_in_the_new_runs_folder(tmp_path: Path) -> No
         ["only in the new run", "1 losses: the original ended earlier"],
     ]
     assert json.loads((second / "reproduction.json").read_text()) == {
+        "version": 1,
         "verdict": "different",
         "then": "t-1",
         "now": "t-2",

@@ -55,9 +55,12 @@ def test_a_job_that_is_submitted(slurm: Slurm, workspace: Path, tmp_path: Path, 
 def test_an_array_is_a_run_a_value(slurm: Slurm, workspace: Path, answer: Answer) -> None:
     answer("sinfo", SINFO)
     answer("sbatch", "17")
-    code, out, err = slurm(*SUBMIT, "--sweep", "optimizer.lr=1e-3,3e-4", "--sweep", "train.seed=[1, 2]")
+    code, out, err = slurm(*SUBMIT, "--sweep", "optimizer.lr=1e-3,3e-4", "--sweep", "train.seed=[1, 2]", "--json")
     assert (code, err) == (0, "")
-    folders = [Path(line.split(" folder ")[1]) for line in out.splitlines()[1:]]
+    found = json.loads(out)
+    assert (found["version"], found["job"]) == (1, "17")
+    folders = [Path(run["folder"]) for run in found["runs"]]
+    assert [run["run_id"] for run in found["runs"]] == [folder.name for folder in folders]
     found = [re.findall(r"(?: lr|seed): (.+)", (folder / "experiment.yaml").read_text()) for folder in folders]
     assert found == [["0.001", "1"], ["0.001", "2"], ["0.0003", "1"], ["0.0003", "2"]]
     ids = [json.loads((folder / "slurm.json").read_text())["job_id"] for folder in folders]

@@ -174,10 +174,12 @@ def test_reproduce_submits_the_same_job_with_the_code_of_then_and_compares(
         f"{first}: is not allowed to do that; {todo}",
     ]
     assert list((program / "runs").glob("mine-*")) == [first]
-    assert main(["reproduce", "--run", str(first), "--yes"]) == 0, capsys.readouterr()
-    out = capsys.readouterr().out
+    assert main(["reproduce", "--run", str(first), "--yes", "--json"]) == 0, capsys.readouterr()
+    out, err = capsys.readouterr()
     (second,) = (path for path in (program / "runs").glob("mine-*") if path != first)
-    assert f"run {second.name}: repeats {first.name}; folder {second}\n" in out
+    assert f"run {second.name}: repeats {first.name}; folder {second}\n" in err
+    found = json.loads(out)
+    assert (found["version"], found["reproduction"]["verdict"]) == (1, "identical")
     assert (second / "code" / "train.py").read_text() == "print('hello')"
     then, now = ((folder / "job.sh").read_text().replace(folder.name, "RUN") for folder in (first, second))
     assert then == now

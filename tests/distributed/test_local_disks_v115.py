@@ -70,4 +70,4 @@ def test_it_resumes_there_and_elsewhere(tmp_path: Path, source: Path, data: Path
         folder = next((tmp_path / "b/runs/copy/checkpoints").glob("*4"))
         output = train(tmp_path, source, name, nodes, fields | {"train.load": f"runs/copy/checkpoints/{folder.name}"})
         assert losses(tmp_path / nodes[0] / "runs" / name) == expected, name
-        assert ("GB exchanged" in output) == (name == "without a")
+        assert ("of other nodes are needed" in output) == (name == "without a")

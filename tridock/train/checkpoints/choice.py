@@ -14,6 +14,7 @@ from tridock.contracts.checkpoints import MANIFEST
 from tridock.contracts.events import Event, append_event
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError, RunError, count
+from tridock.progress import size_text
 from tridock.train.checkpoints import files
 from tridock.train.checkpoints.exchange import Progress, exchange, group_of, transfers
 from tridock.train.checkpoints.files import Names
@@ -166,7 +167,7 @@ def _bring(
         return
     if ranks.first:
         size = sum(it.entry.size * len(it.targets) for it in moved)
-        print(f"{folder}: {count(len(moved), 'file')}, {size / 1e9:,.3f} GB, of other nodes are needed", flush=True)
+        print(f"{folder}: {count(len(moved), 'file')}, {size_text(size)}, of other nodes are needed", flush=True)
     group = group_of(moved)
     with agree_on_errors(ranks):
         if ranks.rank in {rank for it in moved for rank in (it.source, *it.targets)}:

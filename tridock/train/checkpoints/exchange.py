@@ -21,6 +21,7 @@ from tridock.contracts import heartbeat
 from tridock.contracts.checkpoint_files import Entry
 from tridock.contracts.partials import partial_of, remove_left_files
 from tridock.errors import Problem, RunError
+from tridock.progress import size_text
 from tridock.train.rank.process_group import Ranks
 
 Passed = Callable[[int], object]
@@ -137,16 +138,16 @@ def _chunks(size: int) -> Iterator[torch.Tensor]:
 
 
 class Progress:
-    """Prints how much this rank has sent and got before it loads, and writes a heartbeat for each part."""
+    """Prints every ten seconds how much this rank has sent and got, and writes a heartbeat for each part."""
 
     def __init__(self, folder: Path, moved: Sequence[Transfer], rank: int) -> None:
-        self._folder, self._done, self._said = folder, 0, time.monotonic()
+        self._folder, self._done, self._said, self._lines = folder, 0, time.monotonic(), 0
         self._total = sum(it.entry.size for it in moved if rank in (it.source, *it.targets))
 
     def __call__(self, size: int) -> None:
         self._done += size
         heartbeat.beat(heartbeat.START)
-        if (now := time.monotonic()) - self._said >= _REPORT_S or self._done == self._total:
-            self._said = now
-            sys.stdout.write(f"{self._folder}: {self._done / 1e9:,.3f} of {self._total / 1e9:,.3f} GB exchanged\n")
+        if (now := time.monotonic()) - self._said >= _REPORT_S or (self._lines and self._done == self._total):
+            self._said, self._lines = now, self._lines + 1
+            sys.stdout.write(f"{self._folder}: {size_text(self._done)} of {size_text(self._total)} exchanged\n")
             sys.stdout.flush()

@@ -147,7 +147,7 @@ def test_the_readmes_launch_continues_without_its_head_from_the_copies(rack_up: 
     finally:
         succeed("docker", "unpause", rack["host-a"].container)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "\n  TP1 PP1 DP1 on host-b: the layout that it had needs other slots\n" in done.stdout
+    assert "\n  TP1 PP1 DP1 on 1 of 1 slot (host-b): the layout that it had needs other slots\n" in done.stdout
     assert "\n  continues after iteration 20 of 25 at the latest, with learning rate " in done.stdout
     assert "iteration 25/25 | " in done.stdout
 

@@ -270,7 +270,6 @@ def _fetch(arguments: Arguments) -> int:
     from tridock.ops.runs.cluster_runs import choose_run
     from tridock.ops.runs.fetch import fetch
 
-    arguments.quiet = arguments.quiet or arguments.json
     client = arguments.open_client()
     run = choose_run(client, arguments.named_run, active=False)
     folder = fetch(client, run, Path("runs"), checkpoints=arguments.checkpoints)

@@ -86,9 +86,9 @@ def _rehearse(arguments: Arguments) -> int:
         rehearsal.list("left on disk", {str(run): f"the run, with these lines in {_REPORT}"})
         seconds = time.monotonic() - began
         rehearsal.say("rehearsed", f"in {seconds:.0f} s", seconds=seconds)
+    write_atomic(run / _REPORT, ("\n".join(rehearsal.lines) + "\n").encode())
     if arguments.json:
         print_json(**rehearsal.document)
-    write_atomic(run / _REPORT, ("\n".join(rehearsal.lines) + "\n").encode())
     return 0
 
 

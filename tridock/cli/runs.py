@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("-o", "--output", type=output_file, metavar="FILE.html", help=text)
     text = "add a Megatron log to the page; repeatable"
     parser.add_argument("--log", type=Path, action="append", default=[], metavar="FILE", help=text)
-    parser.add_flag("--json", "print the figures of the runs as JSON, and write nothing")
+    parser.add_flag("--json", "print the figures of the runs as JSON, without a curve or a page")
 
     examples = ("--run runs/demo-3d-20261122-110613-14b7", "--hosts hostfile --run demo-3d-20261122-110613-14b7")
     parser = add_command(commands, "reproduce", _reproduce, "repeat a run and compare the losses", *examples)
@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--tolerance", type=float, help=text)
     parser.add_flag("--force", "repeat the run even if the data, the GPUs or the number of slots have changed")
     parser.add_yes()
-    text = "print the comparison as JSON; null if the new run failed, or the run has no losses"
+    text = "print the comparison as JSON; null if there is none: no losses, or a new run that failed here"
     parser.add_flag("--json", text)
 
     examples = ("--hosts hostfile", "--run runs/demo-3d-20261122-110613-14b7")
@@ -74,9 +74,13 @@ def add(commands: Commands) -> None:
 def _report(arguments: Arguments) -> int:
     """Print a table about one run and draw its loss curve, or write one HTML page about several runs and logs. Runs of
     a cluster are fetched first."""
+    given = {"-o": arguments.output, "--png": arguments.png, "--log": arguments.log}
+    if arguments.json and (unused := [option for option, value in given.items() if value]):
+        what = "does not go with these options"
+        raise RequestError(Problem("--json", what, ", ".join(unused), "leave them out; it draws nothing"))
     folders, fetched = _folders(arguments)
     if arguments.json:
-        return _print_figures(arguments, folders)
+        return _print_figures(folders)
     if fetched:
         arguments.output = arguments.output or folders[0] / run_folder.REPORT
     if arguments.output is not None:
@@ -105,13 +109,9 @@ def _report(arguments: Arguments) -> int:
     return 0
 
 
-def _print_figures(arguments: Arguments, folders: Sequence[Path]) -> int:
+def _print_figures(folders: Sequence[Path]) -> int:
     from tridock.report.subject import of_run
 
-    given = {"-o": arguments.output, "--png": arguments.png, "--log": arguments.log}
-    if unused := [option for option, value in given.items() if value]:
-        what = "does not go with these options"
-        raise RequestError(Problem("--json", what, ", ".join(unused), "leave them out; it writes no file"))
     if not folders:
         raise RequestError(Problem("--run", "is missing", "", "give runs/<run-id>, or a cluster with --hosts"))
     subjects = [of_run(folder) for folder in folders]

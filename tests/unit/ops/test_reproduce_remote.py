@@ -57,6 +57,7 @@ def test_a_run_is_repeated_on_its_nodes_and_slots(tmp_path: Path, slots: Mapping
     cluster = on_its_slots(a_lab(tmp_path), ran_on(tmp_path / "a-1", slots))
     assert (dict(cluster.slots), cluster.head) == (slots, next(iter(slots)))
     assert dict(cluster.spares) == {"n5": (0, 1, 2, 3)}
+    assert Hosts(a_lab(tmp_path)).within(cluster).head == cluster.head
 
 
 def test_a_run_that_moved_to_a_spare_is_repeated_there(tmp_path: Path) -> None:

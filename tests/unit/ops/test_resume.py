@@ -130,13 +130,13 @@ NEEDS = ": the layout that it had needs other slots"
 @pytest.mark.parametrize(
     ("fields", "slots", "changes", "note"),
     [
-        (CORE, "a slots=1", [], f"TP1 PP1 DP1 on a{NEEDS}"),
-        (CORE, "a slots=1\nb slots=1\nc slots=1", [], f"TP1 PP2 DP1 on a, b{NEEDS}"),
+        (CORE, "a slots=1", [], f"TP1 PP1 DP1 on 1 of 1 slot (a){NEEDS}"),
+        (CORE, "a slots=1\nb slots=1\nc slots=1", [], f"TP1 PP2 DP1 on 2 of 3 slots (a, b){NEEDS}"),
         (CORE, "a slots=2", [], ""),
         (CORE, "a slots=1", ["parallel.pipeline_model_parallel_size=2"], ""),
         (CORE, "a slots=1", ["parallel={tensor_model_parallel_size: 2}"], ""),
-        # Sharded over ranks, not layouts.
-        ({"batch.global_batch_size": 8}, "a slots=3", [], f"TP1 PP1 DP2 on a{NEEDS}"),
+        ({"batch.global_batch_size": 8}, "a slots=3", [], f"TP1 PP1 DP2 on 2 of 3 slots (a){NEEDS}"),
+        ({"batch.global_batch_size": 8}, "a slots=3", ["batch.global_batch_size=6"], ""),
         # What is wrong is the change.
         (CORE, "a slots=2", ["batch.global_batch_size=3"], ""),
         (CORE, "a slots=1", ["batch.global_batch_size=3"], ""),
@@ -156,7 +156,8 @@ def test_on_slots_that_its_layout_does_not_allow_it_has_another(
     assert continued.notes == (note, *found.notes)
     plan = assess(load_experiment(continued.config, continued.overrides), taken.slots, "t").checked()
     assert str(plan.layout) in note
-    assert list(taken.slots) == note.partition(":")[0].partition(" on ")[2].split(", ")
+    assert plan.world_size == int(note.split()[4])
+    assert list(taken.slots) == note.partition("(")[2].partition(")")[0].split(", ")
 
 
 def test_megatron_v115_resumes_on_no_other_layout(tmp_path: Path) -> None:

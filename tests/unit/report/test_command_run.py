@@ -58,7 +58,7 @@ def test_its_figures_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out) == {"version": 1, "runs": [figures, figures]}
     assert sorted(run.iterdir()) == before
     assert report(str(run), "--json", "-o", str(run / "page.html"), "--log", str(run / "a.log")) == 2
-    text = "--json: does not go with these options; got -o, --log; leave them out; it writes no file\n"
+    text = "--json: does not go with these options; got -o, --log; leave them out; it draws nothing\n"
     assert capsys.readouterr().err == text
 
 

@@ -112,7 +112,7 @@ def everywhere(client: NodeClient) -> NodeClient:
     if (silent := others.keys() - states.keys()) and not ours.quiet:
         names = cut(", ".join(sorted(silent)), 200)
         print(
-            f"note: these hosts could not be asked, so their checkpoints are not considered: {names}",
+            f"note: these hosts could not be asked, so their runs and checkpoints are not known: {names}",
             file=sys.stderr,
         )
     ours.silent.update(silent)

@@ -48,8 +48,8 @@ class Hosts(Mapping[str, Host]):
         return Hosts(self.cluster, {it: host for it, host in self.items() if it in chosen}, quiet=self.quiet)
 
     def within(self, cluster: Cluster) -> Hosts:
-        """Returns those of ``cluster``, which is this one with fewer slots, over the same connections."""
-        hosts = Hosts(cluster, self.only(cluster.everywhere), quiet=self.quiet)
+        """Returns those of ``cluster``, which is this one with fewer slots, in its order, over the same connections."""
+        hosts = Hosts(cluster, {node: self[node] for node in cluster.everywhere}, quiet=self.quiet)
         hosts.silent.update(self.silent)
         return hosts
 

@@ -13,7 +13,7 @@ from tridock.contracts.supervision import Supervision
 from tridock.differences import flattened
 from tridock.engines import program_of
 from tridock.engines.fields import as_overrides
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, count
 from tridock.experiment import Experiment, is_command, load_experiment, recorded_experiment
 from tridock.experiment.training import learning_rate, training_fields
 from tridock.ops.hosts.client import NodeClient
@@ -104,7 +104,7 @@ def on_slots(
     before, now = recorded_experiment(found.config.parent), load_experiment(found.config, found.overrides)
     is_chosen = any(it.startswith(("parallel=", "parallel.")) for it in changes)
     is_fixed = is_chosen or program_of(before).checkpoints_load_on == "same layout"
-    if is_fixed or not assess(before, cluster.slots, str(found.config)).problems:
+    if is_fixed or not all(assess(it, cluster.slots, str(found.config)).problems for it in (before, now)):
         return cluster, found
     other = continuing_layout(now, cluster.slots, str(found.config), assumptions_for(cluster), force=force)
     if other is None:
@@ -112,7 +112,8 @@ def on_slots(
     own, plan = dict(now.parallel), other.laid_out
     fields = {f"parallel.{name}": value for name, value in other.experiment.parallel if own[name] != value}
     slots = slots_of(plan.document())
-    note = f"{plan.layout} on {', '.join(slots)}: the layout that it had needs other slots"
+    of = f"{plan.world_size} of {count(sum(map(len, cluster.slots.values())), 'slot')}"
+    note = f"{plan.layout} on {of} ({', '.join(slots)}): the layout that it had needs other slots"
     overrides, notes = (*found.overrides, *as_overrides(fields)), (note, *found.notes)
     return replace(cluster, slots=slots), replace(found, overrides=overrides, notes=notes)
 
